@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from decaylab import watch
+from decaylab import diagnose, watch
+from decaylab.diagnosis import Reason
 from decaylab.diagnosis.layers import RecordedLayer
 from decaylab.diagnosis.limits import clipped, cut_entries, eps_counts
 from decaylab.diagnosis.runs import read_run
@@ -130,3 +131,29 @@ def test_eps_is_beside_what_adam_divides_by():
     assert not eps_counts(*adam([1.02 * begun], beta2=0.999))
     assert eps_counts(*adam([1.02 * begun], beta1=None, beta2=0.999))
     assert not eps_counts(*adam([1.02 * BOUND], beta1=None, beta2=0.999))
+
+
+def test_that_only_one_of_two_runs_is_clipped_is_said():
+    def run(weight_decay, clip):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, weight_decay=weight_decay)
+        with watch(model, optimizer, every=2) as watched:
+            for _ in range(60):
+                x, y = torch.randn(16, 8), torch.randint(4, (16,))
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+        return watched
+
+    decayed, plain = {}, {}
+    for clip in (0.3, 0.5, 100.0):
+        decayed[clip], plain[clip] = run(0.1, clip), run(0.0, clip)
+        alike = diagnose(decayed[clip], plain[clip])
+        assert Reason.OTHER_CLIPPING not in [why.reason for _, why in alike.first]
+    for ours, its in ((0.3, 100.0), (100.0, 0.3), (0.3, 0.5), (0.5, 0.3)):
+        result = diagnose(decayed[ours], plain[its])
+        (why,) = [why for _, why in result.first if why.reason is Reason.OTHER_CLIPPING]
+        assert why["bound"] == pytest.approx(0.3, rel=1e-4)
+        assert why["largest"] > 0.45

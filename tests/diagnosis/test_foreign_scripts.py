@@ -1,6 +1,7 @@
 """Loops as other people write them, each with a truth that is known from how it was made."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -231,6 +232,71 @@ def test_of_records_without_a_number_no_decay_is_denied(tmp_path):
     assert headline(diagnose(tmp_path)).startswith("There is nothing to judge. Next: train inside")
 
 
+def test_decay_that_is_not_known_is_not_denied():
+    model = normalised_net()
+    watched = trained(model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5))
+    said = headline(diagnose(watched.records))  # numbers alone: how layers are stepped is not there
+    assert said.startswith("Whether this run has weight decay is not known. Next: give the watch")
+    model = normalised_net()
+    *body, head = model.children()
+    plain = torch.optim.SGD(head.parameters(), lr=0.1)
+    decayed = torch.optim.AdamW([p for m in body for p in m.parameters()], weight_decay=0.5)
+    plain.register_step_post_hook(lambda *_: decayed.step())  # which no hook of `watch` reports
+    said = headline(diagnose(trained(model, plain)))
+    assert said.startswith("Whether this run has weight decay is not known. Next: watch all")
+
+
+@pytest.mark.parametrize(("on", "off", "more"), [(0, 100, True), (80, 100, True), (0, 20, False)])
+def test_how_long_decay_takes_is_said_for_the_steps_with_decay(on, off, more):
+    """It is switched on late, or off early; 1/(lr wd) is 500 steps."""
+    runs = []
+    for weight_decay in (0.2, 0.0):
+        model = normalised_net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        steps = iter(range(100))
+
+        def switch(*_, group=optimizer.param_groups[0], steps=steps, weight_decay=weight_decay):
+            group["weight_decay"] = weight_decay if on <= next(steps) < off else 0.0
+
+        optimizer.register_step_pre_hook(switch)
+        runs.append(trained(model, optimizer, steps=100, probes="diagnosis", inputs=INPUTS))
+    result = diagnose(*runs)
+    assert [m.timescale for m in result.motions] == pytest.approx([500] * len(result.motions))
+    assert "Decay needs about 500 steps" in " ".join(insight(result))
+    little = result["effective l"].because_of(Reason.TOO_LITTLE)
+    if little is not None:
+        assert little["enough"] == pytest.approx(500 * math.log(RULES.acts))
+    said = [why for f in result.findings for why in f.reasons if why.reason is Reason.MAY_SHOW_MORE]
+    assert [why["full"] for why in said] == [pytest.approx(500)] * len(said)
+    assert more or not said
+
+
+def test_jacobians_on_inputs_of_another_kind_are_not_compared():
+    runs = []
+    for weight_decay, inputs in ((2.0, INPUTS), (0.0, INPUTS.flip(0) * 1.1), (0.0, 255 * INPUTS)):
+        model = normalised_net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=weight_decay)
+        runs.append(trained(model, optimizer, steps=200, probes="diagnosis", inputs=inputs))
+    alike, other = (diagnose(runs[0], baseline)["Jacobian"] for baseline in runs[1:])
+    assert alike.verdict is Verdict.ACTS
+    assert other.verdict is Verdict.CANNOT_TELL
+    why = other.because_of(Reason.OTHER_INPUTS)
+    assert why["pair"][1] / why["pair"][0] == pytest.approx(255)
+    assert only(other.remedies, Reason.RECORD_SAME_INPUTS)
+
+
+def test_more_seeds_beside_records_in_memory_are_no_command(tmp_path):
+    runs = []
+    for weight_decay in (0.5, 0.0):
+        model = normalised_net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=weight_decay)
+        folder = tmp_path / "run" if weight_decay else None
+        runs.append(trained(model, optimizer, folder=folder))
+        runs[-1].log(loss=weight_decay)
+    said = headline(diagnose(*runs))
+    assert "then `diagnose([watched, watched_2], [baseline, baseline_2])`" in said
+
+
 @pytest.mark.parametrize("invariant", [True, False])
 def test_only_scale_invariant_layers_burst(invariant):
     rows = scripted(0.02, *(0.1 * 0.9**i for i in range(6)), 0.5, invariant=invariant).rows
@@ -413,6 +479,41 @@ def test_an_estimate_is_held_against_the_same_quantity_of_two_runs():
         assert ratio == pytest.approx(estimates[layer] / measured[layer])
     assert "as the same gradients would without it" in insight(diagnose(runs[0]))[0]
     assert "same gradients" not in insight(diagnose(*runs))[0]
+
+
+def test_steps_before_the_watch_are_said_to_be_missing(tmp_path):
+    model = normalised_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+    whole = diagnose(trained(model, optimizer, folder=tmp_path / "whole"))
+    assert Reason.STEPPED_BEFORE not in reasons(whole.troubles)
+    rest = diagnose(trained(model, optimizer))
+    assert Reason.STEPPED_BEFORE in reasons(rest.troubles)
+    with watch(model, optimizer, every=5, folder=tmp_path / "whole") as watched:
+        watched.resume(60)
+        for _ in range(10):
+            F.cross_entropy(model(INPUTS), INPUTS[:, :3].argmax(1)).backward()
+            optimizer.step()
+    assert Reason.STEPPED_BEFORE not in reasons(diagnose(watched).troubles)
+
+
+def test_layers_are_held_against_a_shorter_baseline_up_to_its_end():
+    def until(watched, step):
+        recording = watched.recording
+        return replace(
+            recording, rows=Rows(tuple(r for r in recording.rows.rows if r.step <= step))
+        )
+
+    run, baseline = (
+        trained(model, torch.optim.AdamW(model.parameters(), 0.01, weight_decay=wd), steps=200)
+        for wd in (0.5, 0.0)
+        for model in [normalised_net()]
+    )
+    both = [diagnose(until(run, 100), until(baseline, 100)), diagnose(run, until(baseline, 100))]
+    foretold = [[m.foretold for m in each.motions if m.foretold is not None] for each in both]
+    assert foretold[0] == pytest.approx(foretold[1])
+    assert len(foretold[0]) == 2
+    early = diagnose(run, until(baseline, 5))  # decay had taken 2.5 % of the weights, later 63 %
+    assert {(m.turned, m.foretold, m.by_decay) for m in early.motions} == {(None, None, None)}
 
 
 def test_layers_of_which_no_size_is_known_are_not_said_to_count():

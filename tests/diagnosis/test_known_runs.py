@@ -159,6 +159,28 @@ def test_no_normalisation_and_frozen_layers(digits):
     assert {row.layer: row.verdict for row in result["effective l"].layers}["3"] == "acts"
 
 
+def test_a_baseline_that_trained_other_layers_for_a_time_is_no_baseline(digits):
+    def unfreezing(weight_decay, at):
+        model = net(0)
+        model[3].requires_grad_(False)
+        optimizer = sgd(model, weight_decay)
+        steps = iter(range(STEPS))
+
+        def thaw(*_):
+            if next(steps) == at:
+                model[3].requires_grad_(True)
+
+        optimizer.register_step_post_hook(thaw)
+        return train(digits, model, optimizer)
+
+    run, same, other = unfreezing(5e-3, 100), unfreezing(0.0, 100), unfreezing(0.0, 200)
+    assert diagnose(run, same).baselines
+    result = diagnose(run, other)
+    assert not result.baselines
+    why = next(why for _, why in result.first if why.reason is Reason.OTHER_SETTING)
+    assert (why["layer"], why["name"], why["pair"]) == ("3", "frozen", (False, True))
+
+
 def test_an_optimizer_for_some_layers_only(digits):
     model = net(0)
     parameters = [*model[3].parameters(), *model[6].parameters()]

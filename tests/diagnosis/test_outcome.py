@@ -72,6 +72,27 @@ def test_a_loss_in_training_is_the_mean_of_the_last_tenth():
     assert end_values(read_run(run(0.02, eval_loss=broken)))["eval_loss"] == 2.0
 
 
+def until(rows, step):
+    """A run that was killed after this step."""
+    return Rows(tuple(row for row in rows.rows if row.step <= step))
+
+
+def test_runs_of_different_lengths_are_compared_where_the_shortest_ends():
+    slow, fast = [3.0 - 0.2 * i for i in range(10)], [2.9 - 0.2 * i for i in range(10)]
+    mine, its = run(0.02, test_loss=fast, loss=fast), run(0, test_loss=slow, loss=slow)
+    found = judged([until(mine, 50)], [its])
+    assert (found.step, found.run, found.baseline) == pytest.approx((50, fast[4], slow[4]))
+    assert found.verdict is Helped.BETTER
+    assert judged([mine], [its]).step is None
+    seeds = judged([mine, mine, until(mine, 30)], [its] * 3)
+    assert (seeds.step, seeds.run, seeds.baseline) == pytest.approx((30, fast[2], slow[2]))
+    shown = str(diagnose(until(mine, 50), its))
+    assert "The run with decay was better (test loss 2.100 with decay, 2.200 without at" in shown
+    once = run(0, test_loss=[float("nan")] * 9 + [1.0])
+    assert judged([until(mine, 50)], [once]).verdict is Helped.UNKNOWN
+    assert "logged in all runs by step 50" in " ".join(str(diagnose(until(mine, 50), once)).split())
+
+
 def test_a_run_that_diverged_has_ended_worse():
     mine, its = run(0.02, diverged=True, test_loss=0.1), run(0, test_loss=1.0)
     worse = judged([mine], [its])

@@ -38,6 +38,7 @@ EFFECT = Effect(
 DATA = {
     "acts": 1.5,
     "balance": 2.5,
+    "bound": 0.5,
     "budget": 400,
     "clip": 0.5,
     "by_lr": False,

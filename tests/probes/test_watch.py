@@ -120,6 +120,20 @@ def test_exposure_continues_from_the_last_row_in_the_folder(tmp_path, model):
     assert found == pytest.approx({step: step * 1e-3 for step in (1, 2, 4, 6, 8)})
 
 
+def test_exposure_counts_the_steps_between_the_last_row_and_the_checkpoint(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
+    for begin, end in ((0, 9), (7, 12)):  # resumed from the 7th, the last row is of the 4th
+        with probes.watch(model, optimizer, every=4, folder=tmp_path) as watched:
+            if begin:
+                watched.resume(begin)
+            for _ in range(begin, end):
+                model(torch.ones(4, 3)).sum().backward()
+                optimizer.step()
+    found = {row.step: row.value for row in watched.records.series("decay_exposure/0")}
+    assert found == pytest.approx({step: step * 1e-3 for step in (1, 4, 8, 12)})
+
+
 def test_a_resumed_run_measures_as_seldom_as_one_that_went_on(tmp_path):
     """At its 1st, 4th and 16th record, although outcomes are logged at every step."""
     stops = {"whole": [40], "resumed": [11, 40]}

@@ -1,11 +1,15 @@
 """What `watch` records of steps that are not a plain `step()` over parameters known at first."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from decaylab import diagnose, watch
+from decaylab.diagnosis.runs import read_run
+from decaylab.records import Rows
 
 INFINITE = 2  # the step whose loss a GradScaler refuses
 
@@ -172,3 +176,24 @@ def test_layers_that_are_frozen_or_thawed_on_the_way(measured):
     assert steps_and_values(watched, "decay_exposure/3") == pytest.approx({1: rate, 2: 2 * rate})
     assert steps_and_values(watched, "effective_lr/0").keys() == {3, 4, 5}
     assert steps_and_values(watched, "rotation/3").keys() == {1, 2}
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_decay_while_a_layer_is_frozen_is_not_counted(every):
+    model, batches = problem()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    with watch(model, opt, every=every) as watched:
+        watched.resume(0)  # without a folder exposure is counted anew
+        for i, (x, y) in enumerate(batches):
+            opt.zero_grad()
+            model[0].requires_grad_(i not in (1, 2))
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+    taken = {1: 0.05, 4: 0.1, 5: 0.15} if every == 1 else {1: 0.05, 5: 0.15}
+    assert steps_and_values(watched, "decay_exposure/0") == pytest.approx(taken)
+    assert watched.records.last("decay_exposure/3") == pytest.approx(len(batches) * 0.05)
+    if every > 1:
+        return
+    rows = [row for row in watched.records.rows if not row.name.startswith("decay_exposure")]
+    as_settings_say = replace(watched.recording, rows=Rows(tuple(rows)))
+    assert dict(read_run(as_settings_say).layers["0"].exposure) == pytest.approx(taken)

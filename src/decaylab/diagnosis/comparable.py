@@ -45,12 +45,18 @@ def same_training(run: Run, other: Run, *, free: set[str]) -> tuple[Because | No
         why_not = because(Reason.OTHER_LR, **why_not.data, lengths=(run.steps, other.steps))
     shorter, longer = sorted((run.steps, other.steps))
     differs = because(Reason.STEPS_DIFFER, pair=(run.steps, other.steps))
-    return why_not, [differs] if not why_not and shorter < RULES.same_length * longer else []
+    if why_not is not None:
+        return why_not, []
+    notes = [differs] if shorter < RULES.same_length * longer else []
+    clipping = _clipped_otherwise(run, other)
+    return None, [*notes, clipping] if clipping is not None else notes
 
 
 def _same_layers(run: Run, other: Run, decay: Sequence[str]) -> Because | None:
     if run.layers.keys() != other.layers.keys() and not _split(run, other):
         return because(Reason.OTHER_LAYERS)
+    if why_not := _frozen_otherwise(run, other):
+        return why_not
     for name, layer in run.layers.items():
         counterpart = other.layers.get(name)
         if counterpart is None or not layer.settings or not counterpart.settings:
@@ -66,6 +72,29 @@ def _same_layers(run: Run, other: Run, decay: Sequence[str]) -> Because | None:
         )
         if why_not:
             return why_not
+    return None
+
+
+def _clipped_otherwise(run: Run, other: Run) -> Because | None:
+    """That gradients of one are clipped to a norm that those of the other exceed."""
+    for clipped, free in ((run, other), (other, run)):
+        largest = max((size for _, size in free.totals.get("gradient_norm", ())), default=0.0)
+        if largest > RULES.same_bound * clipped.norm_bound:
+            bound = clipped.norm_bound
+            return because(Reason.OTHER_CLIPPING, name=clipped.name, bound=bound, largest=largest)
+    return None
+
+
+def _frozen_otherwise(run: Run, other: Run) -> Because | None:
+    """The first layer that is trained in only one of them at a step that both have recorded."""
+    mine, its = ({s for x in each.layers.values() for s, _ in x.norms} for each in (run, other))
+    for step in sorted(mine & its):
+        for name, layer in run.layers.items():
+            pair = layer.frozen_at(step), other.layers.get(name, layer).frozen_at(step)
+            if pair[0] != pair[1]:
+                return because(
+                    Reason.OTHER_SETTING, layer=name, name="frozen", pair=pair, step=step
+                )
     return None
 
 

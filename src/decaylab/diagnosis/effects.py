@@ -253,8 +253,8 @@ class Motion:
         decayed: whether decay acts on it at all.
         rotation: recorded angle per step in radians, over the judged part of the run.
         expected: the law's at equilibrium, for the settings at these steps (root mean square).
-        timescale: steps in which decay alone takes the weights to 1/e, at the run's mean lr: 1/(lr
-            wd), decoupled.
+        timescale: steps in which decay alone takes the weights to 1/e, at the mean lr and decay of
+            the steps with decay: 1/(lr wd), decoupled.
         steps: of the run. epochs: the timescale in epochs.
         turned: by which factor decay makes it turn further (`rotation_effect`).
         invariant: whether it is scale-invariant.
@@ -293,7 +293,8 @@ def motion(
     layer: RecordedLayer, baseline: RecordedLayer | None, steps: int, per_epoch: int | None
 ) -> Motion:
     """How this layer moves (`Motion`)."""
-    rate = _mean_rate(layer)
+    rate = layer.mean_rate
+    judged = layer.decayed and not (baseline is not None and _too_early(layer, baseline))
     without = baseline.norms if baseline is not None else layer.without_decay
     return Motion(
         layer.name,
@@ -305,25 +306,35 @@ def motion(
         1 / rate if rate else None,
         steps,
         1 / rate / per_epoch if rate and per_epoch else None,
-        rotation_effect(layer, baseline) if layer.decayed else None,
+        rotation_effect(layer, baseline) if judged else None,
         bool(layer.invariant),
-        _foretold(layer, baseline) if layer.decayed and baseline is not None else None,
+        _foretold(layer, baseline) if judged and baseline is not None else None,
         layer.size_response,
         layer.norms[-1][1] / layer.norms[0][1],
-        _mean(judged_part(ratio(layer.norms, without))) if layer.decayed else None,
+        _mean(judged_part(ratio(layer.norms, without))) if judged else None,
     )
 
 
+def _too_early(layer: RecordedLayer, baseline: RecordedLayer) -> bool:
+    """Whether both are only recorded while decay had done next to nothing, though it did later."""
+    common = dict(ratio(layer.norms, baseline.norms))
+    taken = max((total for step, total in layer.exposure if step in common), default=0.0)
+    return taken < RULES.too_little_exposure <= (layer.total_exposure or 0.0)
+
+
 def _foretold(layer: RecordedLayer, baseline: RecordedLayer) -> float | None:
-    """One run's estimate over two runs' factor, of the same quantity; 1: it says what they do.
+    """One run's estimate over two runs' factor, of one quantity and steps; 1: it says what they do.
 
     Not over the recorded angles where a law says the effective learning rate: angles go with the
     gradients too, which are others where decay changes the course of training (on a ConvNeXt the
     effective learning rate changed 3.7x, the angle 8.9x).
     """
-    alone = None if layer.natural else effective_lr_effect(layer, None)
-    both = effective_lr_effect(layer, baseline)
-    return None if alone is None or both is None else alone.value / both.value
+    both = None if layer.natural else effective_lr_effect(layer, baseline)
+    if both is None:
+        return None
+    first, last = both.steps
+    alone = _mean([item for item in layer.turned_further if first <= item[0] <= last])
+    return None if alone is None else alone / both.value
 
 
 def _judged_angles(layer: RecordedLayer) -> Series:
@@ -344,13 +355,5 @@ def _root_mean_square(values: Sequence[float]) -> float | None:
     return math.sqrt(fmean(value**2 for value in values)) if values else None
 
 
-def _mean(series: Series) -> float | None:
+def _mean(series: Sequence[tuple[int, float]]) -> float | None:
     return geometric_mean([value for _, value in series]) if series else None
-
-
-def _mean_rate(layer: RecordedLayer) -> float:
-    """What decay takes of the weights a step, in the mean over the run; 0 where it is not known."""
-    if len(layer.exposure) < 2 or layer.unknown:
-        return 0.0
-    (begin, before), (end, total) = layer.exposure[0], layer.exposure[-1]
-    return (total - before) / (end - begin)

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from statistics import fmean
 
 from decaylab.diagnosis.reasons import Because, Reason, because
@@ -57,7 +58,7 @@ class RecordedLayer:
     """One layer in the records, or several that are scale-invariant together (`members`).
 
     Attributes:
-        settings: how it is stepped.
+        settings: how it is stepped. frozen: by step, whether it is not trained from there on.
         norms: above zero. exposure: the decay exposure at the steps of `norms`.
         invariant: whether its size is not part of the function; None if that is not known.
         skipped: why it cannot be judged. clipped: whether its gradients are.
@@ -80,6 +81,7 @@ class RecordedLayer:
     role: str = "weight"
     normalised_net: bool = False
     size_limit: float = RULES.size_little
+    frozen: tuple[tuple[int, bool], ...] = ()
 
     # ------------------------------------------------------------ how it is stepped
 
@@ -152,6 +154,10 @@ class RecordedLayer:
         """Those that step `step` (from 1) was taken with."""
         return self.settings[self._place(step)][1]
 
+    def frozen_at(self, step: int) -> bool:
+        """Whether it was not trained at this step."""
+        return next((frozen for start, frozen in reversed(self.frozen) if start <= step), False)
+
     def rate_at(self, step: int) -> float:
         """What this step adds to the decay exposure; 0 where that is not known."""
         rate = self._rates[self._place(step)]
@@ -190,6 +196,18 @@ class RecordedLayer:
     def total_exposure(self) -> float | None:
         """The decay exposure at the end; None if it is not known."""
         return self.exposure[-1][1] if self.exposure and not self.unknown else None
+
+    @cached_property
+    def mean_rate(self) -> float:
+        """What decay takes of it a step, in the mean over steps with decay; 0 where not known."""
+        grown = [
+            (end - begin, after - before)
+            for (begin, before), (end, after) in pairwise(self.exposure)
+            if after > before
+        ]
+        if not grown or self.unknown:
+            return 0.0
+        return sum(taken for _, taken in grown) / sum(steps for steps, _ in grown)
 
     @property
     def collapsed(self) -> bool:

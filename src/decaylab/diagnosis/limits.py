@@ -1,5 +1,6 @@
 """Where an optimizer does not follow its law: clipped gradients, and an eps that counts."""
 
+import math
 from collections.abc import Mapping
 
 from decaylab.diagnosis.rules import RULES
@@ -20,6 +21,13 @@ def clipped(series: Mapping[str, Series], layer: str, rounding: float = 0.0) -> 
     if sum(cut_entries(series, layer).values()) > RULES.seldom * len(largest):
         share = max(share, len(_at_bound(largest, RULES.same_gradient)) / len(largest))
     return share if share > RULES.seldom else 0.0
+
+
+def norm_bound(series: Mapping[str, Series], rounding: float = 0.0) -> float:
+    """The norm that all gradients together are clipped to; infinite where none is seen."""
+    norms = series.get("gradient_norm", ())
+    at = _at_bound(norms, max(RULES.same_gradient, 2 * rounding))
+    return max(size for _, size in norms) if len(at) > RULES.seldom * len(norms) else math.inf
 
 
 def cut_entries(series: Mapping[str, Series], layer: str) -> dict[int, float]:

@@ -131,7 +131,8 @@ def _too_little(
     if together(exposures) >= RULES.too_little_exposure:
         return None
     first, taken = min(step for layer in layers for step, _ in layer.norms), max(exposures)
-    enough = run.steps * math.log(RULES.acts) / taken if taken else None
+    rate = max(layer.mean_rate for layer in layers)
+    enough = math.log(RULES.acts) / rate if rate else None
     reason = because(Reason.TOO_LITTLE, taken=taken, steps=(first, run.steps), enough=enough)
     return _no(mechanism, reason)
 
@@ -326,6 +327,10 @@ def _jacobian(compared: Comparison) -> Finding:
         if probe is not None:
             reason = because(Reason.SENSITIVITY_FAILED, probe=probe, error=failed[probe])
         return _cannot_tell(mechanism, reason, record, layers=rows)
+    if (apart := _other_inputs(run, baseline)) is not None:
+        reason = because(Reason.OTHER_INPUTS, change=Change(quantity, effect), pair=apart)
+        how = {"effect": effect, "quantity": quantity, "layers": rows}
+        return _cannot_tell(mechanism, reason, Reason.RECORD_SAME_INPUTS, **how)
     thresholds = (RULES.jacobian_acts, RULES.jacobian_nothing)
     finding = _judged_factor(
         mechanism, quantity, effect, rows, run, thresholds=thresholds, joint=True
@@ -335,6 +340,15 @@ def _jacobian(compared: Comparison) -> Finding:
         through = because(Reason.THROUGH_OTHERS, mechanisms=ways)
         finding = replace(finding, reasons=(*finding.reasons, through))
     return finding
+
+
+def _other_inputs(run: Run, baseline: Run) -> tuple[float, float] | None:
+    """The sizes of two inputs that runs measured on, if they are not of one kind."""
+    mine, its = run.recording.meta.inputs or (), baseline.recording.meta.inputs or ()
+    for pair in zip(mine, its, strict=False):
+        if max(pair) > RULES.same_inputs * min(pair):
+            return pair
+    return None
 
 
 def _ways(layer: RecordedLayer) -> list[Mechanism]:
@@ -466,17 +480,16 @@ def _judged_factor(
         return _cannot_tell(mechanism, nothing, remedy, layers=rows, quantity=quantity)
     change, verdict = Change(quantity, effect), judged(effect, *thresholds)
     finding = Finding(mechanism, verdict, (), effect, rows, quantity=quantity)
-    taken = _exposures_at(
-        [run.layers[row.layer] for row in rows if row.effect] or run.layers.values(),
-        effect.steps[1],
-    )
+    judged_on = [run.layers[row.layer] for row in rows if row.effect] or [*run.layers.values()]
+    taken = _exposures_at(judged_on, effect.steps[1])
+    more = _more_to_come(judged_on, taken)
     by_norm = smaller is not None and smaller >= RULES.acts
     if (early := _implausible(finding, change, taken, joint=joint, by_norm=by_norm)) is not None:
         return early
     acting_layers = [row.layer for row in rows if row.effect and row.effect.value >= RULES.acts]
     against_baseline = effect.source is ComparedWith.BASELINE
     remedies = [because(Reason.MORE_SEEDS)]
-    reasons = _said_of_change(change, verdict, thresholds[0], taken)
+    reasons = _said_of_change(change, verdict, thresholds[0], more)
     if effect.least:
         reasons.append(because(Reason.LOWER_ESTIMATE))
     if smaller is not None and effect.value >= RULES.acts * max(smaller, 1.0):
@@ -491,7 +504,7 @@ def _judged_factor(
         remedies.append(because(Reason.RECORD_DENSELY))
     elif verdict is CANNOT_TELL:
         reasons.append(because(Reason.BETWEEN, nothing=thresholds[1], acts=thresholds[0]))
-        reasons += _more_to_come(effect, taken)
+        reasons += more
         further = Reason.ATTRIBUTE if against_baseline else Reason.GIVE_BASELINE
         remedies.append(because(further))
     else:
@@ -509,21 +522,24 @@ def _scatters(effect: Effect, verdict: Verdict, thresholds: tuple[float, float])
 
 
 def _said_of_change(
-    change: Change, verdict: Verdict, acts: float, taken: Sequence[float]
+    change: Change, verdict: Verdict, acts: float, more: Sequence[Because]
 ) -> list[Because]:
     if change.effect.value < 1 / acts:
         return [because(Reason.OPPOSITE, change=change)]
     if verdict is not DOES_NOT_ACT:
         return [because(Reason.CHANGED, change=change)]
-    return [because(Reason.HARDLY_CHANGED, change=change), *_more_to_come(change.effect, taken)]
+    return [because(Reason.HARDLY_CHANGED, change=change), *more]
 
 
-def _more_to_come(effect: Effect, taken: Sequence[float]) -> list[Because]:
-    """That decay has not had the 1/(lr wd) steps that it needs, and how many these are."""
-    if not taken or not 0 < max(taken) < 1:
+def _more_to_come(layers: Sequence[RecordedLayer], taken: Sequence[float]) -> list[Because]:
+    """That decay has not had the 1/(lr wd) steps that it needs, and how many these are.
+
+    Nothing where it was switched off at the end.
+    """
+    rate = max((x.mean_rate for x in layers if x.settings and x.settings[-1][1].decays), default=0)
+    if not rate or not taken or not 0 < max(taken) < 1:
         return []
-    full = effect.steps[1] / max(taken)
-    return [because(Reason.MAY_SHOW_MORE, taken=max(taken), full=full)]
+    return [because(Reason.MAY_SHOW_MORE, taken=max(taken), full=1 / rate)]
 
 
 def _implausible(

@@ -47,6 +47,7 @@ class Outcome:
         gain: by how much better with decay. interval: its 95 % interval (Welch), from two seeds
             each on.
         diverged: how many runs did, with decay and without.
+        step: up to which they are compared, where some are longer; None: at the end of each.
     """
 
     verdict: Helped
@@ -59,14 +60,16 @@ class Outcome:
     interval: tuple[float, float] | None = None
     in_training: bool = False
     diverged: tuple[int, int] = (0, 0)
+    step: int | None = None
 
 
 def outcome_of(runs: Sequence[Run], baselines: Sequence[Run]) -> Outcome:
     """Whether the runs ended better than the baselines.
 
     The last value of what is measured on other data, by its name; of anything else, logged in
-    training, the mean over the last tenth. A run that diverged has ended worse, whatever it logged
-    before: where runs did, that is the outcome.
+    training, the mean over the last tenth; where some runs are longer, up to the step that all
+    have. A run that diverged has ended worse, whatever it logged before: where runs did, that is
+    the outcome.
     """
     diverged = (sum(run.diverged for run in runs), sum(run.diverged for run in baselines))
     if any(diverged):
@@ -76,15 +79,16 @@ def outcome_of(runs: Sequence[Run], baselines: Sequence[Run]) -> Outcome:
             verdict = Helped.WORSE if shares[0] > shares[1] else Helped.BETTER
             verdict = Helped.UNDECIDED if shares[0] == shares[1] else verdict
         return Outcome(verdict, seeds=(len(runs), len(baselines)), diverged=diverged)
-    ends = [end_values(run) for run in runs]
+    step = _common_end([*runs, *baselines]) if baselines else None
+    ends = [end_values(run, step) for run in runs]
     names = [name for name in ends[0] if all(name in end for end in ends)] if ends else []
     if not baselines:
         return Outcome(Helped.NOT_COMPARED if names else Helped.UNKNOWN)
-    baseline_ends = [end_values(run) for run in baselines]
+    baseline_ends = [end_values(run, step) for run in baselines]
     names = [name for name in names if all(name in end for end in baseline_ends)]
     directed = [name for name in names if _larger_is_better(name) is not None]
     if not directed:
-        return Outcome(Helped.UNKNOWN, min(names, default=""))
+        return Outcome(Helped.UNKNOWN, min(names, default=""), step=step)
     name = min(directed, key=_preference)
     larger = bool(_larger_is_better(name))
     mine, theirs = [end[name] for end in ends], [end[name] for end in baseline_ends]
@@ -99,9 +103,14 @@ def outcome_of(runs: Sequence[Run], baselines: Sequence[Run]) -> Outcome:
         verdict = Helped.NO if interval[1] < 0 else Helped.UNDECIDED
     seeds = (len(mine), len(theirs))
     training = _held_out(name) is None
-    return Outcome(
-        verdict, name, larger, fmean(mine), fmean(theirs), seeds, gain, interval, training
-    )
+    ends_at = fmean(mine), fmean(theirs)
+    return Outcome(verdict, name, larger, *ends_at, seeds, gain, interval, training, step=step)
+
+
+def _common_end(runs: Sequence[Run]) -> int | None:
+    """The last step of the shortest run, if others are clearly longer."""
+    lengths = [run.steps for run in runs]
+    return min(lengths) if min(lengths) < RULES.same_length * max(lengths) else None
 
 
 def _interval(
@@ -120,11 +129,15 @@ def _interval(
     return (float(low), float(high)) if sign > 0 else (-float(high), -float(low))
 
 
-def end_values(run: Run) -> dict[str, float]:
-    """Each outcome at the end of a run; those that are not finite are left out."""
+def end_values(run: Run, until: int | None = None) -> dict[str, float]:
+    """Each outcome at the end of a run, or by a step; those that are not finite are left out."""
     ends = {}
     for name, series in run.recording.outcomes.items():
-        values = [value for _, value in series if math.isfinite(value)]
+        values = [
+            value
+            for step, value in series
+            if math.isfinite(value) and (until is None or step <= until)
+        ]
         if values:
             tail = max(1, round(RULES.outcome_tail * len(values))) if _held_out(name) is None else 1
             ends[name] = fmean(values[-tail:])

@@ -42,6 +42,10 @@ class Reason(Enum):
         "its records begin at step {step}, so what decay did before that is not judged (with"
         " watch(folder=...), a run that is resumed keeps its records)"
     )
+    STEPPED_BEFORE = (
+        "its optimizer had taken steps before it was watched: steps are counted from there, and"
+        " what decay did before is not judged"
+    )
     OPTIMIZER_CHANGED = "its optimizer changed at step {step}; the run is still judged as a whole"
     OPTIMIZER_JOINED = (
         "{optimizer} was not passed to watch, so it is watched only from its first step, after step"
@@ -113,6 +117,10 @@ class Reason(Enum):
     SEED_LEFT_OUT = "left out: {why:sentence}"
     DIFFERS = "{name} differs: {pair[0]:value} and {pair[1]:value}"
     STEPS_DIFFER = "steps differ: {pair[0]} and {pair[1]}; only those in both are compared"
+    OTHER_CLIPPING = (
+        "the gradients of {name} are clipped to a norm of {bound:digits}, those of the other run"
+        " reach {largest:digits}: what differs may be due to that, not to decay. Clip both alike"
+    )
     # layers that cannot be judged: one, or several for the same reason
     FROZEN = "frozen: not trained"
     NOT_STEPPED = "stepped by no watched optimizer"
@@ -210,6 +218,10 @@ class Reason(Enum):
         "Neither a Jacobian nor a Gauss-Newton norm is recorded in both runs at a common step."
     )
     SENSITIVITY_FAILED = "`{probe}` could not be measured: {error}."
+    OTHER_INPUTS = (
+        "{change:change}. But the runs measured it on other inputs, of root mean square"
+        " {pair[0]:digits} and {pair[1]:digits}."
+    )
     THROUGH_OTHERS = "Part of it may come through the {mechanisms:and the} of the other layers."
     NOTHING_TO_COMPARE = "There is nothing to compare with: {why:by layers}."
     CHANGED = "{change:change}."
@@ -226,7 +238,7 @@ class Reason(Enum):
     SCATTERS = "{change:change}, but the records scatter too widely to tell."
     MAY_SHOW_MORE = (
         "Decay has removed {taken:removed} of the initial weights so far and needs about"
-        " {full:digits} steps to take full effect: a longer run may show more."
+        " {full:step count} steps to take full effect: a longer run may show more."
     )
     OPPOSITE = "{change:change}. The mechanism predicts the opposite."
     SOME_LAYERS_MORE = "But in some layers it changes more: {layers:names}."
@@ -252,6 +264,7 @@ class Reason(Enum):
         " probes=[...], inputs=batch)"
     )
     RECORD_SAME_WAY = "{places:record the same}"
+    RECORD_SAME_INPUTS = "give watch the same inputs= in both runs"
     RECORD_SHARE = "record it{places:record}"
     SAME_STEPS = "record both runs at the same steps (the same every=)"
     RECORD_FURTHER = "record both runs further into training"
@@ -269,6 +282,10 @@ class Reason(Enum):
     GIVE_INPUTS = (
         'pass probes="diagnosis" and inputs=batch to watch, which then measures how the outputs'
         " respond to each layer's size (logits= says which outputs)"
+    )
+    GIVE_SETTINGS = (
+        "give the watch itself or its folder, which say how the layers are stepped, or record the"
+        " run again"
     )
     WATCH_ALL = "watch all optimizers: watch(model, [first, second])"
     # what follows

@@ -64,8 +64,12 @@ class Rules:
     # Last records nearer than this: one length. Norms nearer than this: one start, of two seeds.
     same_length: float = 0.9
     same_start: float = 1.25
+    # Root mean squares of inputs nearer than this: of one kind, as batches of one data set are.
+    same_inputs: float = 1.25
     # Learning rates nearer than this part of the largest are one: schedules of nearly one length.
     same_lr: float = 0.01
+    # Gradients larger than this times the bound of a clip are not clipped to it (16 bits round).
+    same_bound: float = 1.05
     # While the exposure is below `early`, squared norms of true pairs leave the range that decay
     # explains by less than this (those of results/ do).
     same_growth: float = 1.25

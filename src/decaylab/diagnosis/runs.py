@@ -13,7 +13,7 @@ from typing import Any
 
 from decaylab.diagnosis.commands import Address
 from decaylab.diagnosis.layers import RecordedLayer, Timeline, joined, known_rate
-from decaylab.diagnosis.limits import clipped, cut_entries, eps_counts
+from decaylab.diagnosis.limits import clipped, cut_entries, eps_counts, norm_bound
 from decaylab.diagnosis.reasons import Because, Reason, because
 from decaylab.diagnosis.rules import RULES
 from decaylab.errors import DecaylabError
@@ -33,7 +33,7 @@ EVENT_REASONS = {
     "shared-parameters": Reason.SHARED_PARAMETERS,
     "unstepped-parameters": Reason.UNSTEPPED_PARAMETERS,
 }
-TOTALS = ("jacobian_norm", "kfac_gn_norm", "gn_norm", "clip_coefficient")
+TOTALS = ("jacobian_norm", "kfac_gn_norm", "gn_norm", "clip_coefficient", "gradient_norm")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Run:
     gains: tuple[str, ...] = ()
     clipped: float = 0.0
     diverged: bool = False
+    norm_bound: float = math.inf
 
     @property
     def name(self) -> str:
@@ -177,6 +178,7 @@ def read_run(source: Source, name: str | None = None) -> Run:
         decayed_gains,
         max(clips.values(), default=0.0),
         diverged,
+        norm_bound(series, max((_latest(recording, x).rounding for x in names), default=0.0)),
     )
 
 
@@ -249,7 +251,9 @@ def _said_of_optimizers(recording: Recording) -> list[Because]:
     """Which came and went, and which parameters are then stepped by two or by none."""
     troubles, parameters = [], {}
     for event in recording.events:
-        if event.kind in EVENT_REASONS:
+        if event.kind == "stepped-before":
+            troubles.append(because(Reason.STEPPED_BEFORE))
+        elif event.kind in EVENT_REASONS:
             parameters[event.kind] = event.data["parameters"]
         elif event.kind in ("optimizer-changed", "optimizer-joined"):
             parameters = {}  # what holds of those that are there now is recorded after it
@@ -295,7 +299,8 @@ def _layer(
     recorded = series.get(f"weight_norm/{name}", ())
     norms = tuple((step, norm) for step, norm in recorded if norm > 0)  # zeros: no direction
     below = latest.floor is not None and any(norm < latest.floor for _, norm in norms)
-    exposure = _exposure(series.get(f"decay_exposure/{name}", ()), usable, norms)
+    counted = tuple(item for item in timeline if item[1].recorded or item[1].frozen)
+    exposure = _exposure(series.get(f"decay_exposure/{name}", ()), counted, norms)
     return RecordedLayer(
         name,
         settings=usable,
@@ -308,6 +313,7 @@ def _layer(
         off_law=below or eps_counts(series, name, latest),
         role=latest.role,
         normalised_net=any(x[-1][1].role == "gain" for x in recording.settings.values()),
+        frozen=tuple((step, own.frozen) for step, own in timeline),
     )
 
 

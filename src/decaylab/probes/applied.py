@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from decaylab.curvature.preserve import bare, check_inputs
 from decaylab.errors import Lacks, WrongType
+from decaylab.networks import sharded
 from decaylab.networks.calling import Inputs, LogitsRule, call, find_logits
 from decaylab.networks.sharded import device_of, original_class
 
@@ -66,6 +67,20 @@ def changed(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     if isinstance(inputs, tuple | list):
         return tuple(changed(value, change) for value in inputs)
     return inputs
+
+
+def input_sizes(inputs: Inputs) -> list[float]:
+    """The root mean square of each tensor of numbers among the inputs, in their order."""
+    sizes: list[float] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        dense = tensor.layout is torch.strided and not tensor.is_nested
+        if dense and tensor.is_floating_point() and tensor.numel():
+            sizes.append(float(sharded.whole(tensor.detach()).float().square().mean().sqrt()))
+        return tensor
+
+    changed(inputs, note)
+    return sizes
 
 
 def check_call(model: nn.Module, inputs: Inputs) -> None:

@@ -13,6 +13,7 @@ from decaylab.probes.layers import Layers, groups_of
 from decaylab.probes.movement import with_vectors
 from decaylab.probes.reading import Reading, row_name
 from decaylab.probes.registry import Probe, register
+from decaylab.records.rows import Rows
 
 NAME = "decay_exposure"
 
@@ -24,7 +25,9 @@ class Exposure:
         self._optimizer = optimizer
         self._known: dict[int, tuple[Any, Any]] = {}  # group -> its settings, and their rate
         self._totals: dict[int, Any] = {}
-        self._before: dict[str, float] = {}  # layer -> what its group had when it was thawed
+        self._layers: Layers | None = None  # those that are trained now
+        self._before: dict[str, float] = {}  # layer -> what its group had while it was frozen
+        self._frozen: dict[str, float] = {}  # layer -> its own total when it was frozen
 
     def add(self, steps: int = 1) -> None:
         """Add the rate of one step, or of several; worked out again only where settings changed.
@@ -46,10 +49,14 @@ class Exposure:
             self._totals[i] = self._totals.get(i, 0.0) + known[1] * taken * steps
 
     def begin(self, layers: Layers) -> None:
-        """Count from now on for the layers that are new: until now they were frozen."""
+        """From now on count for these layers, and for no others: those are frozen."""
+        known = {} if self._layers is None else self.by_layer(self._layers)
         totals = self._by_layer(layers)
         for layer in layers.weights:
-            self._before.setdefault(layer, totals.get(layer, 0.0))
+            if self._layers is None or layer not in self._layers.weights:
+                self._before[layer] = totals.get(layer, 0.0) - self._frozen.pop(layer, 0.0)
+        self._frozen |= {layer: x for layer, x in known.items() if layer not in layers.weights}
+        self._layers = layers
 
     def by_layer(self, layers: Layers) -> dict[str, float]:
         """The total of the group that each layer's weight is in.
@@ -99,7 +106,7 @@ class ModelExposure:
             exposure.add(steps)
 
     def begin(self, layers: Layers) -> None:
-        """Count from now on for the layers that are new."""
+        """From now on count for these layers, and for no others."""
         for exposure in self._by_optimizer.values():
             exposure.begin(with_vectors(layers))
 
@@ -123,6 +130,11 @@ class ModelExposure:
 
     def _earlier_total(self, layer: str) -> float:
         return self._earlier.get(row_name(NAME, layer), 0.0)
+
+
+def last_counted(rows: Rows) -> int | None:
+    """The last step at which the exposure of any layer was recorded."""
+    return max((row.step for row in rows.rows if row.name.startswith(f"{NAME}/")), default=None)
 
 
 register(Probe(NAME, "free", lambda moment: Reading(NAME, "1", moment.exposure), unit="1"))

@@ -15,7 +15,8 @@ from decaylab.errors import Lacks, WrongType
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.networks.scale_invariance import Invariance
 from decaylab.networks.sharded import is_sharded, local, team_of
-from decaylab.probes.exposure import ModelExposure
+from decaylab.probes.applied import input_sizes
+from decaylab.probes.exposure import ModelExposure, last_counted
 from decaylab.probes.gradients import Scaled, gradient_sizes, radial_gradients
 from decaylab.probes.layers import Layers, layers_of
 from decaylab.probes.moments import has_stepped
@@ -60,10 +61,11 @@ class Watch:
         self._logits, self._images = logits, images
         self._steps_per_epoch, self._clock = steps_per_epoch, clock or self._own_clock
         self._began = time.perf_counter()
-        meta = _meta(self.probes, steps_per_epoch)
+        meta = _meta(self.probes, steps_per_epoch, inputs)
         self._recorder = Recorder(self._now, meta, writer, trackers, warns=first)
         self._detached = False
         self._records = 0  # moments recorded so far
+        self._to_measure = False  # whether layers have come that invariance was not measured of
         self._step: _RecordedStep | None = None  # the one that is being taken
         self._earlier: Snapshot | None = None  # the move of the last one, for probes that follow it
         measured = None if inputs is None else measured_invariance(model, inputs, logits)
@@ -117,8 +119,8 @@ class Watch:
         -1 continues from the start: no row counts.
 
         With a folder, `records` has its rows up to there, and exposure to decay continues from the
-        last of them. Without one, exposure is counted from here. All processes of a sharded model
-        must call this.
+        last of them, with the present lr and decay in the steps since. Without one, exposure is
+        counted from here. All processes of a sharded model must call this.
         """
         recorder, team = self._recorder, self._team
         if team is not None:
@@ -138,6 +140,8 @@ class Watch:
                 recorder.resume(step, [Row(*row) for row in rows])
         earlier = recorder.rows.latest if in_file else {}
         self._exposure = ModelExposure(self.optimizers, self.layers, earlier)
+        if (last := last_counted(recorder.rows)) is not None and in_file:
+            self._exposure.add_all(self.steps - last)  # taken, but not recorded, before the stop
         steps = {row.step for row in recorder.rows.rows}  # also those at which outcomes were logged
         self._records = len(list(filter(self._at, steps)))
         if self._rounds is not None:  # runs of ours have it in their manifest
@@ -186,7 +190,8 @@ class Watch:
         self._exposure.add_all(steps)
 
     def round_begins(self) -> None:
-        """Prepare for a step that will be recorded."""
+        """Prepare for a step, which may be recorded."""
+        self._notice_thawed()
         if self.wants_step():
             self.before_step()
 
@@ -257,11 +262,11 @@ class Watch:
     def before_step(self) -> None:
         """Keep a copy of the weights before a step that will be recorded."""
         self._recorder.continues = not self.steps and any(map(has_stepped, self.optimizers))
-        if self._trained != [p.requires_grad for p in self.model.parameters()]:
-            if self.inputs is not None:
-                self._measure_invariance_again()
-            self._find_layers(self.layers.measured)  # some were frozen or thawed
-            self._exposure.begin(self.layers)
+        if self._recorder.continues and self._rounds is not None:
+            self._recorder.note("stepped-before")
+        self._notice_thawed()
+        if self._to_measure and self.inputs is not None:
+            self._measure_invariance_again()
         self._step = _RecordedStep(self.layers)
 
     def measure(self, probes: Sequence[Probe]) -> dict[str, float]:
@@ -347,7 +352,15 @@ class Watch:
         if measured is not None:
             self.layers = with_invariance(self.layers, measured)
 
+    def _notice_thawed(self) -> None:
+        """Go on with other layers where some were frozen or thawed, or added to the model."""
+        if self._trained != [p.requires_grad for p in self.model.parameters()]:
+            self._find_layers(self.layers.measured)
+            self._exposure.begin(self.layers)
+            self._to_measure = True
+
     def _measure_invariance_again(self) -> None:
+        self._to_measure = False
         try:
             measured = measured_invariance(self.model, self.inputs, self._logits)
         except Exception as error:
@@ -410,11 +423,12 @@ class _RecordedStep:
         self.gradients = known | radial_gradients(self._layers, weights) | sizes
 
 
-def _meta(probes: Iterable[Probe], steps_per_epoch: int | None) -> dict[str, Any]:
+def _meta(probes: Iterable[Probe], steps_per_epoch: int | None, inputs: Inputs) -> dict[str, Any]:
     """Facts of the run."""
     how = {probe.name: dict(probe.how) for probe in probes if probe.how}
     per_epoch = {"steps_per_epoch": steps_per_epoch} if steps_per_epoch else {}
-    return {"version": decaylab.__version__, "probes": how, **per_epoch}
+    given = {} if inputs is None else {"inputs": input_sizes(inputs)}
+    return {"version": decaylab.__version__, "probes": how, **per_epoch, **given}
 
 
 def _one_number(name: str, value: float | Tensor) -> float | Tensor:

@@ -3,7 +3,7 @@
 Everything that judges a run reads a `Recording` and nothing else.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class Meta:
         status, message: of a run of ours (`Manifest`); "" for others.
         spec: the spec of a run of ours, key by key.
         probes: by name, how each probe measured: mode of batch normalisation, examples, batch.
+        inputs: the root mean squares of the tensors that `watch` was given to measure on.
     """
 
     folder: Path | None = None
@@ -53,6 +54,7 @@ class Meta:
     message: str = ""
     spec: Mapping[str, Any] | None = None
     probes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    inputs: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,13 @@ def headline(diagnosis: Diagnosis) -> str:
             what = "Rounding undoes all weight decay of this run"
         elif _troubled(diagnosis, Reason.NOTHING_RECORDED):
             what = "There is nothing to judge"
+        elif _unknown_decay(diagnosis) is not None:
+            what = "Whether this run has weight decay is not known"
         return f"{what}. {_next(diagnosis)}."
     if outcome.verdict in (Helped.UNKNOWN, Helped.NOT_COMPARED) and not any(outcome.diverged):
         missing = "no loss or score was logged"
+        if outcome.step is not None:
+            missing += f" in all runs by step {outcome.step}, where the shortest ends"
         if outcome.name:
             missing = f"the name {outcome.name!r} does not say whether larger is better"
         if outcome.verdict is Helped.NOT_COMPARED:
@@ -48,7 +52,8 @@ def _outcome(outcome: Outcome) -> str:
         return _diverged(outcome)
     name = outcome.name.replace("_", " ").replace("/", " ")
     ends = _told_apart(outcome.run, outcome.baseline)
-    numbers = f"{name} {ends[0]} with decay, {ends[1]} without"
+    at = "" if outcome.step is None else f" at step {outcome.step}"
+    numbers = f"{name} {ends[0]} with decay, {ends[1]} without{at}"
     seeds = "one seed"
     if outcome.interval is not None:
         count = f"{outcome.seeds[0]} and {outcome.seeds[1]} seeds"
@@ -59,12 +64,13 @@ def _outcome(outcome: Outcome) -> str:
         Helped.YES: "Decay helped",
         Helped.NO: "Decay hurt",
         Helped.UNDECIDED: "Decay made no clear difference",
-        Helped.BETTER: "The run with decay ended{} better",
-        Helped.WORSE: "The run with decay ended{} worse",
+        Helped.BETTER: "The run with decay {}{} better",
+        Helped.WORSE: "The run with decay {}{} worse",
     }
     slight = abs(outcome.gain) < RULES.slight * abs(outcome.baseline)
+    state = "ended" if outcome.step is None else "was"
     slightly = " slightly" if slight and outcome.interval is None else ""
-    return f"{words[outcome.verdict].format(slightly)} ({numbers}; {seeds})"
+    return f"{words[outcome.verdict].format(state, slightly)} ({numbers}; {seeds})"
 
 
 def _told_apart(*values: float) -> list[str]:
@@ -159,6 +165,12 @@ def _troubled(diagnosis: Diagnosis, reason: Reason) -> bool:
     return any(name in diagnosis.runs and why.reason is reason for name, why in diagnosis.first)
 
 
+def _unknown_decay(diagnosis: Diagnosis) -> Reason | None:
+    """What to do where it is not known whether anything decays; None where that is known."""
+    remedies = {Reason.NO_SETTINGS: Reason.GIVE_SETTINGS, Reason.UNWATCHED: Reason.WATCH_ALL}
+    return next((do for why, do in remedies.items() if _troubled(diagnosis, why)), None)
+
+
 def next_reason(diagnosis: Diagnosis) -> Reason | None:
     """What to try next, if a finding may ask for the same."""
     outcome = diagnosis.outcome
@@ -177,6 +189,8 @@ def _next(diagnosis: Diagnosis) -> str:
     places, outcome = diagnosis.places, diagnosis.outcome
     if _troubled(diagnosis, Reason.NOTHING_RECORDED):
         return f"Next: {sentence(Because(Reason.RECORD_MORE))}"
+    if not diagnosis.decays and (remedy := _unknown_decay(diagnosis)) is not None:
+        return f"Next: {sentence(Because(remedy))}"
     if not diagnosis.decays:
         lost = _troubled(diagnosis, Reason.LOST_TO_ROUNDING)
         precise = " and float32 weights" if lost else ""

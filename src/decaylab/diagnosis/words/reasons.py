@@ -18,6 +18,7 @@ from decaylab.diagnosis.words.phrases import (
     outputs_percent,
     percent,
     range_of,
+    step_count,
     three_digits,
     times,
 )
@@ -90,7 +91,7 @@ def _more_seeds(places: Places) -> str:
         commands_ = [commands.train_again(each, seed=seed) for each in (run, *baselines[:1])]
         return f"{again} ({_typed(commands_)}), then `{commands.diagnose_all_seeds(run)}`"
     if not all(address.folder for address in (*places.runs, *baselines)):
-        return f"{again}, then `{commands.diagnose([run, run], [run, run])}`"
+        return f"{again}, then `{commands.diagnose([commands.Address()] * 2)}`"
     new = [address.beside(f"seed-{1 + len(places.runs)}") for address in (run, *baselines[:1])]
     command = commands.diagnose([*places.runs, new[0]], [*baselines, *new[1:]])
     return f"{again}, {_watched_in(*new)}, then `{command}`"
@@ -130,6 +131,7 @@ KINDS: dict[str, Callable[[Any], str]] = {
     # numbers
     "times": times,
     "digits": three_digits,
+    "step count": step_count,
     "percent": percent,
     "taken": lambda exposure: f"{100 * exposure:.2g} %",
     "removed": _removed,
@@ -156,7 +158,7 @@ KINDS: dict[str, Callable[[Any], str]] = {
     # what is added to a sentence under a condition
     "at": lambda step: "" if step is None else f" at step {step}",
     "enough steps": lambda x: (
-        f" At this rate it takes about {three_digits(x)} steps, or proportionally more decay."
+        f" At this rate it takes about {step_count(x)} steps, or proportionally more decay."
         if x
         else ""
     ),
