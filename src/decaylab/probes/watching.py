@@ -191,7 +191,8 @@ class Watch:
 
     def round_begins(self) -> None:
         """Prepare for a step, which may be recorded."""
-        self._notice_thawed()
+        if self._trained != _trained(self._parameters):
+            self._find_layers_again()
         if self.wants_step():
             self.before_step()
 
@@ -264,7 +265,8 @@ class Watch:
         self._recorder.continues = not self.steps and any(map(has_stepped, self.optimizers))
         if self._recorder.continues and self._rounds is not None:
             self._recorder.note("stepped-before")
-        self._notice_thawed()
+        if self._trained != _trained(self.model.parameters()):
+            self._find_layers_again()
         if self._to_measure and self.inputs is not None:
             self._measure_invariance_again()
         self._step = _RecordedStep(self.layers)
@@ -347,17 +349,17 @@ class Watch:
     # ------------------------------------------------------------ the model's layers
 
     def _find_layers(self, measured: Invariance | None) -> None:
-        self._trained = [p.requires_grad for p in self.model.parameters()]
+        self._parameters = list(self.model.parameters())  # to go through the modules takes long
+        self._trained = _trained(self._parameters)
         self.layers = layers_of(self.model)
         if measured is not None:
             self.layers = with_invariance(self.layers, measured)
 
-    def _notice_thawed(self) -> None:
-        """Go on with other layers where some were frozen or thawed, or added to the model."""
-        if self._trained != [p.requires_grad for p in self.model.parameters()]:
-            self._find_layers(self.layers.measured)
-            self._exposure.begin(self.layers)
-            self._to_measure = True
+    def _find_layers_again(self) -> None:
+        """Go on with other layers: some were frozen or thawed, or added to the model."""
+        self._find_layers(self.layers.measured)
+        self._exposure.begin(self.layers)
+        self._to_measure = True
 
     def _measure_invariance_again(self) -> None:
         self._to_measure = False
@@ -421,6 +423,10 @@ class _RecordedStep:
             sizes["gradient_norm"] = math.hypot(sizes["gradient_norm"], known["gradient_norm"])
             sizes["gradient_max"] = max(sizes["gradient_max"], known["gradient_max"])
         self.gradients = known | radial_gradients(self._layers, weights) | sizes
+
+
+def _trained(parameters: Iterable[nn.Parameter]) -> list[bool]:
+    return [p.requires_grad for p in parameters]
 
 
 def _meta(probes: Iterable[Probe], steps_per_epoch: int | None, inputs: Inputs) -> dict[str, Any]:
