@@ -6,9 +6,9 @@
     watched.records.series("effective_lr/features.0")
 
 It uses the optimizers' step hooks, so it works in plain loops and under Lightning or accelerate
-(it looks through their optimizer wrappers). Between two records it adds microseconds to a step: ten,
-with hundreds of parameters. The trainer of `decaylab train` uses the same object, and tells it of
-steps itself.
+(it looks through their optimizer wrappers). Between two records it adds microseconds to a step:
+about ten where there are hundreds of parameters. The trainer of `decaylab train` uses the same
+object, and tells it of steps itself.
 
 A sharded model (`fully_shard`, tensor parallelism) is watched by all of its processes together: all
 call `watch`, `resume` and `detach` (or leave the `with` block) alike. Each then has all numbers, of
