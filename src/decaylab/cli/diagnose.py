@@ -81,8 +81,8 @@ def diagnose_command(
 
     RUN and BASE are runs of `decaylab train` or folders written by watch(folder=...). If you give
     several runs without --against, those without decay serve as baselines; for one run of
-    `decaylab train`, the run in its folder that differs in nothing but the decay. The verdict is
-    based on the records alone. If something was not recorded, it says what, and which command
+    `decaylab train`, the same without decay in its folder, of another seed if need be. The verdict
+    is based on the records alone. If something was not recorded, it says what, and which command
     records it.
     """
     if json_output and markdown:
