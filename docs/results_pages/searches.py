@@ -1,7 +1,7 @@
 """Searches on held-out images: what each found, and all that it tried."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -12,8 +12,10 @@ from decaylab.paper import FinishedRuns
 from decaylab.paper.settings import on_edge, searched
 from decaylab.report.names import key_words, named, percent
 from decaylab.sweeps.run_index import IndexedRun
+from decaylab.sweeps.search import INSTEAD
 
-ACCURACY, LOSS = "test/accuracy", "train/running_loss"  # a trial is tested on the held-out images
+ACCURACY, LOSS = "test/accuracy", "train/pass_loss"  # a trial is tested on the held-out images
+FIELDS = {"lr": "lr", "weight_decay": "decay", "kl_clip": "KL clip"}  # that a search may vary
 
 
 def searches(indexed: Sequence[IndexedRun], finished_runs: FinishedRuns, folder: Path) -> str:
@@ -27,25 +29,34 @@ def searches(indexed: Sequence[IndexedRun], finished_runs: FinishedRuns, folder:
     for title, runs in by_cell(indexed).items():
         trials = [_tried(run, finished_runs) for run in runs]
         best = min(trials, key=lambda trial: trial.rank)
+        tried = {
+            field: sorted({trial.point[field] for trial in trials if field in trial.point})
+            for field in FIELDS
+        }
+        searched_fields = [field for field in FIELDS if field == "lr" or len(tried[field]) > 1]
         rows.append(
             [
                 *(title, runs[0].manifest.tier, str(len(runs))),
-                *(f"{best.lr:g}", f"{best.decay:g}", percent(best.accuracy)),
-                *("—" if best.loss is None else f"{best.loss:.2g}", _all_tried(trials)),
+                ", ".join(
+                    f"{FIELDS[field]} {best.point[field]:g}"
+                    for field in FIELDS
+                    if field in searched_fields or (field == "weight_decay" and best.point[field])
+                ),
+                percent(best.accuracy),
+                "—" if best.loss is None else f"{best.loss:.2g}",
+                _all_tried(trials, searched_fields),
             ]
         )
         if not _has_ended(runs[0], folder):
             unfinished.append(title)
             continue
-        values = {"lr": best.lr, "decay": best.decay}
-        tried = {"lr": {trial.lr for trial in trials}, "decay": {trial.decay for trial in trials}}
         edges += [
-            f"{title} ({field} {values[field]:g})"
-            for field in on_edge(values, {name: sorted(tried[name]) for name in tried})
+            f"{title} ({FIELDS[field]} {best.point[field]:g})"
+            for field in on_edge(best.point, {name: tried[name] for name in searched_fields})
         ]
     if not rows:
         return "*No search has been made yet.*\n"
-    header = ["cell", "tier", "runs", "best lr", "best decay", "accuracy", "training loss", "tried"]
+    header = ["cell", "tier", "runs", "best", "accuracy", "training loss", "tried"]
     notes = {
         "Not finished, so that nothing has won yet": unfinished,
         "The best is on the edge of what was tried, and may lie beyond it": edges,
@@ -71,8 +82,7 @@ def by_cell(indexed: Sequence[IndexedRun]) -> dict[str, list[IndexedRun]]:
 class _Trial:
     """One run of a search; `rank` is lowest for the best, `score` what decides, in words."""
 
-    lr: float
-    decay: float
+    point: Mapping[str, float]
     accuracy: float | None
     loss: float | None
     rank: float
@@ -81,25 +91,28 @@ class _Trial:
 
 def _tried(run: IndexedRun, finished_runs: FinishedRuns) -> _Trial:
     reading = finished_runs.of(run.spec)
-    curves = [] if reading is None else [reading.curve(name) for name in (ACCURACY, LOSS)]
-    accuracy, loss = [curve[-1][1] if curve else None for curve in curves] or (None, None)
+    accuracies = [] if reading is None else reading.curve(ACCURACY)
+    losses = [] if reading is None else reading.curve(LOSS) or reading.curve(INSTEAD[LOSS])
+    accuracy, loss = (curve[-1][1] if curve else None for curve in (accuracies, losses))
     rank, score = math.inf, str(run.manifest.status)  # unless it has ended
     if _constant_lr(run) and loss is not None:
         rank, score = loss, f"{loss:.2g}"
     elif accuracy is not None:
         rank, score = -accuracy, percent(accuracy)
-    return _Trial(run.spec.lr or 0.0, run.spec.weight_decay, accuracy, loss, rank, score)
+    values = {field: getattr(run.spec, field) for field in FIELDS}
+    point = {field: value for field, value in values.items() if value is not None}
+    return _Trial(point, accuracy, loss, rank, score)
 
 
-def _all_tried(trials: Sequence[_Trial]) -> str:
-    """`lr 0.01: 80.58, 0.03: 81.66`; with several decays `lr 0.01, decay 1e-06: 80.58; lr ...`."""
-    ordered = sorted(trials, key=lambda trial: (trial.lr, trial.decay))
-    if len({trial.decay for trial in trials}) == 1:
-        return "lr " + ", ".join(f"{trial.lr:g}: {trial.score}" for trial in ordered)
+def _all_tried(trials: Sequence[_Trial], fields: Sequence[str]) -> str:
+    """`lr 0.01: 80.58, 0.03: 81.66`; with several fields `lr 0.01, decay 1e-06: 80.58; lr ...`."""
+    *outer, inner = fields
+    ordered = sorted(trials, key=lambda trial: [trial.point[field] for field in fields])
     lines = []
-    for lr, at in groupby(ordered, key=lambda trial: trial.lr):
-        points = ", ".join(f"{trial.decay:g}: {trial.score}" for trial in at)
-        lines.append(f"lr {lr:g}, decay {points}")
+    for values, group in groupby(ordered, lambda trial: [trial.point[field] for field in outer]):
+        names = [f"{FIELDS[field]} {value:g}" for field, value in zip(outer, values, strict=True)]
+        points = ", ".join(f"{trial.point[inner]:g}: {trial.score}" for trial in group)
+        lines.append(", ".join([*names, f"{FIELDS[inner]} {points}"]))
     return "; ".join(lines)
 
 

@@ -647,6 +647,19 @@ def test_convergence_under_batch_norm_is_shown_beside_it(tmp_path):
     assert claim.parts == {WITHIN: "supported", FIRST: "supported"}
 
 
+def test_convergence_at_the_settings_of_table_1_is_shown_beside_it(tmp_path):
+    records = Records(tmp_path)
+    converging(records, USUAL | {"kfac-g": 30})
+    curve = {"train/running_loss": [1.0, 1e-5, 1e-5]}
+    records.fill("table1", lambda cell, seed: {}, curves=curve)
+    claims = records.claims()
+    for claim in (claims["E12"], claims["E16"]):
+        at = "vgg16 at Table 1's settings: epochs to a running loss of 1e-4"
+        assert f"{at}: sgd 1, adam 1, kfac-f 1, kfac-g 1" in claim.effect
+        assert "resnet32 at Table 1's settings" in claim.effect
+    assert claims["E12"].parts[WITHIN] == "contradicted"
+
+
 @pytest.mark.parametrize("shared", [{"at_once": 4}, {"device": "another"}, {"compiled": True}])
 def test_times_of_runs_that_shared_a_device_or_had_others_are_not_compared(tmp_path, shared):
     records = Records(tmp_path)
