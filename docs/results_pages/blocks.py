@@ -5,18 +5,19 @@ written by `refresh` and by nobody else, so that a page in a repository shows wh
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from decaylab.document import grid_markdown, text_grid
 from decaylab.errors import DecaylabError, check_name
-from decaylab.paper import TIERS, Cell
+from decaylab.paper import TIERS, Cell, artefact_of
 from decaylab.paper.claims import CLAIMS, Claim
+from decaylab.paper.finished_runs import FinishedRun
 from decaylab.paper.further_seeds import NEAR
 from decaylab.paper.superseded import superseded as superseded_why
 from decaylab.records.files import replace_text
 from decaylab.report.figures import groups, label_of
-from decaylab.report.names import key_title, named, percent
+from decaylab.report.names import key_title, key_words, named, percent
 from decaylab.report.sections import Filled
 from decaylab.report.tables import (
     Entry,
@@ -162,30 +163,50 @@ def first_order(results: Results) -> str:
             if first and cell.key["batch_norm"] and cell.key["weight_decay"]:
                 rows += _last_and_best(results, cell, cell.runs, (tier, "published"))
                 rows += _last_and_best(results, cell, cell.searched_runs, (tier, "our search"))
-    header = ["cell", "tier", "settings", "seed", "lr", "decay", "paper", "last epoch"]
-    header += ["best epoch", "at epoch", "training accuracy"]
+    header = ["cell", "tier", "settings", "seed", "lr", "decay", "paper", *ENDING]
     return text_grid(header, rows) if rows else "*No such cell has been run yet.*\n"
 
 
 def _last_and_best(
     results: Results, cell: Cell, specs: Sequence[RunSpec], labels: tuple[str, str]
 ) -> list[list[str]]:
-    rows = []
-    for run in filter(None, map(results.finished_runs.of, specs)):
-        curve = run.curve("test/accuracy")
-        if not curve:
-            continue
-        epoch, best = max(curve, key=lambda point: point[1])
-        last, fitted = run.final("test/accuracy"), run.final("train/accuracy")
-        rows.append(
-            [
-                key_title(cell.key, list(cell.key)[:-1]),
-                *(*labels, str(run.spec.seed), f"{run.spec.lr:g}", f"{run.spec.weight_decay:g}"),
-                *(number(cell.paper), percent(last), percent(best), str(epoch)),
-                percent(fitted),
+    return [
+        [
+            key_title(cell.key, list(cell.key)[:-1]),
+            *(*labels, str(run.spec.seed), f"{run.spec.lr:g}", f"{run.spec.weight_decay:g}"),
+            *(number(cell.paper), *_ending(run)),
+        ]
+        for run in filter(None, map(results.finished_runs.of, specs))
+    ]
+
+
+ENDING = ["last epoch", "best epoch", "at epoch", "training accuracy"]
+
+
+def _ending(run: FinishedRun) -> list[str]:
+    """Test accuracy at the end and at its best, and when; training accuracy at the end."""
+    curve = run.curve("test/accuracy")
+    if not curve:
+        return ["—"] * len(ENDING)
+    epoch, best = max(curve, key=lambda point: point[1])
+    return [*(percent(curve[-1][1]), percent(best), str(epoch)), percent(run.final("train/accuracy"))]
+
+
+def each_run(results: Results, name: str, finals: Mapping[str, str]) -> str:
+    """Each run of a figure of our own, and what it ended with; `finals` by recorded name."""
+    rows, keys = [], artefact_of(name).keys
+    for tier in results.tiers:
+        for cell in results.filled(name, tier).cells:
+            rows += [
+                [
+                    *(f"`{run.spec.id.rpartition('-')[2]}`", tier, *key_words(cell.key, keys)),
+                    *(str(run.spec.seed), *_ending(run)),
+                    *(number(run.final(quantity)) for quantity in finals),
+                ]
+                for run in filter(None, map(results.finished_runs.of, cell.runs))
             ]
-        )
-    return rows
+    header = ["run", "tier", *(key.replace("_", " ") for key in keys), "seed", *ENDING]
+    return text_grid([*header, *finals.values()], rows) if rows else "*No runs yet.*\n"
 
 
 def claims(results: Results) -> str:
@@ -396,6 +417,15 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "fig2": lambda results: compared(results, "fig2"),
     "fig4": lambda results: compared(results, "fig4"),
     "fig6": lambda results: compared(results, "fig6"),
+    "jacobian-lr": lambda results: each_run(
+        results,
+        "jacobian-lr",
+        {"jacobian_norm": "squared norm", "jacobian_norm_median": "its median over the images"},
+    ),
+    "adam-precision": lambda results: each_run(
+        results, "adam-precision", {"test/loss": "test loss", "train/loss": "training loss"}
+    ),
+    "bursts": lambda results: each_run(results, "bursts", {}),
     "runs": runs,
     "rest": rest,
     "misses": misses,
