@@ -176,8 +176,13 @@ def _last_and_best(
             *(*labels, str(run.spec.seed), f"{run.spec.lr:g}", f"{run.spec.weight_decay:g}"),
             *(number(cell.paper), *_ending(run)),
         ]
-        for run in filter(None, map(results.finished_runs.of, specs))
+        for run in _with_a_curve(results, specs)
     ]
+
+
+def _with_a_curve(results: Results, specs: Sequence[RunSpec]) -> list[FinishedRun]:
+    runs = filter(None, map(results.finished_runs.of, specs))
+    return [run for run in runs if run.curve("test/accuracy")]
 
 
 ENDING = ["last epoch", "best epoch", "at epoch", "training accuracy"]
@@ -186,10 +191,9 @@ ENDING = ["last epoch", "best epoch", "at epoch", "training accuracy"]
 def _ending(run: FinishedRun) -> list[str]:
     """Test accuracy at the end and at its best, and when; training accuracy at the end."""
     curve = run.curve("test/accuracy")
-    if not curve:
-        return ["—"] * len(ENDING)
     epoch, best = max(curve, key=lambda point: point[1])
-    return [*(percent(curve[-1][1]), percent(best), str(epoch)), percent(run.final("train/accuracy"))]
+    last, fitted = curve[-1][1], run.final("train/accuracy")
+    return [percent(last), percent(best), str(epoch), percent(fitted)]
 
 
 def each_run(results: Results, name: str, finals: Mapping[str, str]) -> str:
@@ -203,7 +207,7 @@ def each_run(results: Results, name: str, finals: Mapping[str, str]) -> str:
                     *(str(run.spec.seed), *_ending(run)),
                     *(number(run.final(quantity)) for quantity in finals),
                 ]
-                for run in filter(None, map(results.finished_runs.of, cell.runs))
+                for run in _with_a_curve(results, cell.runs)
             ]
     header = ["run", "tier", *(key.replace("_", " ") for key in keys), "seed", *ENDING]
     return text_grid([*header, *finals.values()], rows) if rows else "*No runs yet.*\n"
