@@ -10,14 +10,14 @@ from pathlib import Path
 
 from decaylab.document import grid_markdown, text_grid
 from decaylab.errors import DecaylabError, check_name
-from decaylab.paper import TIERS, Cell, artefact_of
+from decaylab.paper import TIERS, Cell
 from decaylab.paper.claims import CLAIMS, Claim
 from decaylab.paper.finished_runs import FinishedRun
 from decaylab.paper.further_seeds import NEAR
 from decaylab.paper.superseded import superseded as superseded_why
 from decaylab.records.files import replace_text
 from decaylab.report.figures import groups, label_of
-from decaylab.report.names import key_title, key_words, named, percent
+from decaylab.report.names import key_title, named, percent
 from decaylab.report.sections import Filled
 from decaylab.report.tables import (
     Entry,
@@ -198,19 +198,19 @@ def _ending(run: FinishedRun) -> list[str]:
 
 def each_run(results: Results, name: str, finals: Mapping[str, str]) -> str:
     """Each run of a figure of our own, and what it ended with; `finals` by recorded name."""
-    rows, keys = [], artefact_of(name).keys
+    rows = []
     for tier in results.tiers:
         for cell in results.filled(name, tier).cells:
             rows += [
                 [
-                    *(f"`{run.spec.id.rpartition('-')[2]}`", tier, *key_words(cell.key, keys)),
+                    *(f"`{run.spec.id.rpartition('-')[2]}`", tier, key_title(cell.key)),
                     *(str(run.spec.seed), *_ending(run)),
                     *(number(run.final(quantity)) for quantity in finals),
                 ]
                 for run in _with_a_curve(results, cell.runs)
             ]
-    header = ["run", "tier", *(key.replace("_", " ") for key in keys), "seed", *ENDING]
-    return text_grid([*header, *finals.values()], rows) if rows else "*No runs yet.*\n"
+    header = ["run", "tier", "cell", "seed", *ENDING, *finals.values()]
+    return text_grid(header, rows) if rows else "*No runs yet.*\n"
 
 
 def claims(results: Results) -> str:

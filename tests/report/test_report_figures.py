@@ -72,6 +72,7 @@ def test_curves_and_bars_are_means_over_seeds(filled):
     assert {mark.label for mark in curves[0].marks} == {"baseline", "wd-conv", "wd-fc", "wd-all"}
     assert len(curves[0].marks) == 4
     assert all(mark.name == "mean of 2 seeds" for mark in curves[0].marks)
+    assert all(panel.late for panel in curves)
     bars = panels(artefact_of("fig1"), cells("fig1", "smoke", 2), filled)[0]
     values = [100 * v for v in filled.values(cells("fig1", "smoke", 2)[0].runs, "test/accuracy")]
     assert bars.groups[0] == "SGD"
@@ -249,3 +250,5 @@ def test_a_run_made_again_with_what_the_figure_wants_is_drawn_in_its_place(tmp_p
     write_run(RunStore(tmp_path / "repeats"), cell.runs[0], course, tier="smoke")
     drawn = panels(artefact_of("jacobian-lr"), [cell], FinishedRuns(RunStore(tmp_path)))
     assert drawn[0].marks[0].y[-1] == 8.0
+    assert drawn[0].marks[0].label == "lr 0.003"
+    assert not drawn[0].late  # the ends of accuracies count, and of nothing else

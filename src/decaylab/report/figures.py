@@ -131,7 +131,7 @@ def _accuracy_curves(
             curves = [run.curve(artefact.metric) for run in runs]
             lines += over_seeds(label_of(cell), curves, factor)
         marks = [*lines, *_published_lines(artefact, group, lines)]
-        drawn.append(Panel(title, "epoch", y_label, marks, late=True))
+        drawn.append(Panel(title, "epoch", y_label, marks, late=artefact.percent))
     return drawn
 
 

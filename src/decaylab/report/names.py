@@ -12,7 +12,7 @@ NAMES = {
     **{"resnet56": "ResNet56", "sgd": "SGD", "adam": "Adam"},
     **{"kfac-f": "K-FAC-F", "kfac-g": "K-FAC-G", "l2": "L2", "wd": "weight decay"},
     **{"decoupled": "weight decay", "none": "no decay", "undecayed": "no decay, decay's settings"},
-    **{"batch_size": "batch"},
+    **{"batch_size": "batch", "batch_norm_eps": "eps"},
 }
 
 
@@ -43,6 +43,8 @@ def key_words(key: Mapping[str, object], columns: Sequence[str]) -> list[str]:
     >>> key = {"dataset": "cifar10", "batch_norm": 1, "augment": 1, "optimizer": "sgd"}
     >>> key_words(key, ["dataset", "batch_norm", "augment", "optimizer"])
     ['CIFAR-10', 'BN + Aug', 'SGD']
+    >>> key_words({"network": "vgg16", "batch_size": 640}, ["network", "batch_size"])
+    ['VGG16', 'batch 640']
     """
     words = []
     for name in columns:
@@ -52,7 +54,8 @@ def key_words(key: Mapping[str, object], columns: Sequence[str]) -> list[str]:
         elif name == "weight_decay":
             words.append("no decay" if str(key[name]) == "0" else "weight decay")
         elif name != "augment":
-            words.append(named(key[name]))
+            number = isinstance(key[name], int | float)
+            words.append(f"{named(name)} {key[name]}" if number else named(key[name]))
         elif "batch_norm" not in columns:
             words.append("no Aug" if str(key[name]) == "0" else "Aug")
     return words
