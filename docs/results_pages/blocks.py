@@ -269,7 +269,7 @@ def because(claim: Claim) -> str:
     elif without_runs:
         reason = f"Comparisons that lack runs: {without_runs}"
     elif claim.verdict == "not enough schedule":
-        reason = f"Comparisons that lack schedule: {without_schedule}"
+        reason = f"Comparisons on too short a schedule: {without_schedule}"
     else:
         reason = "All runs are there; what they show is neither clearly for it nor against it"
     return f"{seen}. {reason}."

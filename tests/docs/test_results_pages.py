@@ -289,7 +289,7 @@ def test_searched_settings_by_their_held_out_accuracy(store):
     write(held, replace(spec, lr=30.0), 0.1, tier="short", status="diverged")
     found = rows(block("searches", store))
     tried = "lr 0.1, decay 0.0001: 87.00, 0.0003: 88.00; lr 30, decay 0.001: diverged"
-    assert [row[2:] for row in found] == [["3", "0.1", "0.0003", "88.00", "—", tried]]
+    assert [row[2:] for row in found] == [["3", "lr 0.1, decay 0.0003", "88.00", "—", tried]]
     assert f"nothing has won yet: {found[0][0]}." in block("searches", store)
     won = '[winner]\nlr = 0.1\nweight_decay = 0.0003\n[search]\ntier = "short"\n'
     cell = 'dataset = "cifar10"\nnetwork = "vgg16"\nbatch_norm = 1\naugment = AUG\n'
@@ -312,7 +312,7 @@ def test_searches_at_a_constant_lr_by_their_training_loss(store):
     found = rows(block("searches", store))
     name = "CIFAR-10, VGG16, BN, batch 640, constant lr, K-FAC-G, no decay"
     tried = "lr 0.003: 0.0005, 0.01: 0.0001, 0.03: 0.12"
-    assert found == [[name, "short", "3", "0.01", "0", "70.00", "0.0001", tried]]
+    assert found == [[name, "short", "3", "lr 0.01", "70.00", "0.0001", tried]]
     cell = 'dataset = "cifar10"\nnetwork = "vgg16"\nbatch_norm = 1\naugment = 0\nconstant_lr = 1\n'
     cell = f'[cell]\n{cell}optimizer = "kfac-g"\nscheme = "none"\nbatch_size = 640\n'
     won = '[winner]\nlr = 0.01\n[search]\ntier = "short"\n'
@@ -322,6 +322,19 @@ def test_searches_at_a_constant_lr_by_their_training_loss(store):
     values = {"test/accuracy": 0.7, "train/running_loss": 1e-5}
     write_run(held, replace(spec, lr=0.001), values, tier="short")
     assert f"may lie beyond it: {found[0][0]} (lr 0.001)." in block("searches", store)
+
+
+def test_a_search_of_the_kl_clip_shows_it_and_the_loss_that_decided(store):
+    """A pass over the training set decides where it was recorded, as in the search itself."""
+    cell = select(cells("fig9", "full"), ["network=vgg16", "optimizer=kfac-g"])[0]
+    spec = replace(cell.runs[0], held_out=True, lr=0.01)
+    held = RunStore(store.root / "searched" / "runs")
+    for lr, clip, passed in ((0.01, 1e-4, 3e-4), (0.01, 1e-3, 1e-4), (0.03, 1e-3, 2e-4)):
+        values = {"test/accuracy": 0.7, "train/pass_loss": passed, "train/running_loss": 1e-5}
+        write_run(held, replace(spec, lr=lr, kl_clip=clip), values, tier="full")
+    ((*_, best, accuracy, loss, tried),) = rows(block("searches", store))
+    assert (best, accuracy, loss) == ("lr 0.01, KL clip 0.001", "70.00", "0.0001")
+    assert tried == "lr 0.01, KL clip 0.0001: 0.0003, 0.001: 0.0001; lr 0.03, KL clip 0.001: 0.0002"
 
 
 def test_a_misspelt_folder_does_not_empty_a_page(tmp_path):

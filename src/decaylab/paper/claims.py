@@ -223,7 +223,7 @@ class Claim:
         data: the data sets they are on.
         notes: what to bear in mind.
         parts: the verdict of each part (a network, a sentence), where the claim has several.
-        lacking: how many comparisons lack runs, and how many lack schedule.
+        lacking: how many comparisons lack runs, and how many have too short a schedule.
         against: what was found against it.
     """
 
@@ -303,7 +303,7 @@ def _context(bench: Bench, evidence: Evidence) -> list[str]:
     if missing:
         notes.append(f"{missing} of {missing + needed} comparisons lack runs")
     if short:
-        notes.append(f"{short} of {needed} comparisons lack schedule")
+        notes.append(f"in {short} of {needed} comparisons the schedule is too short")
     if runs and bench.tier.on_digits:
         notes.append("on digits with small stand-in nets, not on the paper's data")
         notes.append(f"names are the paper's, the nets are {stand_ins(run.spec for run in runs)}")

@@ -124,7 +124,7 @@ class Evidence:
 
     @property
     def lacking(self) -> tuple[int, int]:
-        """How many comparisons lack runs, and how many lack schedule."""
+        """How many comparisons lack runs, and how many have too short a schedule."""
         return self.missing, sum(not c.enough for c in self.comparisons if c.needed)
 
     def leanings(self) -> list[tuple[Comparison, Leaning]]:
