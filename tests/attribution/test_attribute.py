@@ -9,7 +9,7 @@ from refusals import refuses
 from torch import nn
 
 import decaylab
-from decaylab.attribution import attribute
+from decaylab.attribution import attribute, words
 from decaylab.attribution.reasons import Doubt, Fault
 from decaylab.errors import (
     BadValue,
@@ -370,3 +370,22 @@ def test_the_callers_generators_are_left_alone():
     attribute(Trainer(plain_net, adamw), seeds=1, steps=1)
     # the trainer seeds torch itself, inside
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32])
+def test_a_decay_that_is_lost_in_rounding_is_told(precision):
+    def make(seed):
+        model = nn.Linear(4, 3, dtype=precision)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+        def step():
+            loss = model(torch.randn(8, 4, dtype=precision)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return model, optimizer, step, lambda: {"norm": model.weight.detach().norm()}
+
+    result = attribute(make, steps=5, seeds=2, silent=True)
+    assert (words.DECAY_LOST in result.sentences()) == (precision == torch.bfloat16)

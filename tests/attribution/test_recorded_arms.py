@@ -62,12 +62,10 @@ def digits():
 
 
 @pytest.fixture(scope="module")
-def attributed(digits, tmp_path_factory):
+def attributed(tmp_path_factory):
     store = arm_store(tmp_path_factory.mktemp("runs"))
     extra = [SIZE_FREE_ROTATION]
-    return store, attribute_spec(
-        SPEC, data=digits, store=store, options=CPU, seeds=(0, 1), extra=extra
-    )
+    return store, attribute_spec(SPEC, store=store, options=CPU, seeds=(0, 1), extra=extra)
 
 
 def test_the_arms_of_a_spec_are_runs(attributed):
@@ -90,11 +88,10 @@ def test_the_corners_are_ordinary_runs(attributed, digits, tmp_path):
         assert recorded[name] == last.values[name]
 
 
-def test_nothing_is_trained_twice(attributed, digits, capsys):
+def test_nothing_is_trained_twice(attributed, capsys):
     store, result = attributed
     again = attribute_spec(
         SPEC,
-        data=digits,
         store=store,
         options=CPU,
         seeds=(0, 1),
@@ -153,7 +150,7 @@ def test_a_reference_that_was_begun_without_its_paths_is_refused(digits, tmp_pat
         )
 
 
-def test_kfac_has_a_damping_path(digits, tmp_path):
+def test_kfac_has_a_damping_path(tmp_path):
     spec = replace(
         SPEC,
         optimizer="kfac-f",
@@ -166,7 +163,7 @@ def test_kfac_has_a_damping_path(digits, tmp_path):
         invert_every=4,
         epochs=1,
     )
-    result = attribute_spec(spec, data=digits, store=RunStore(tmp_path), options=CPU, seeds=(0,))
+    result = attribute_spec(spec, store=RunStore(tmp_path), options=CPU, seeds=(0,))
     assert set(result.shares) == {"size", "rotation", "damping", "interaction"}
     assert len(result.results) == 8
     assert not result.unused
@@ -175,11 +172,10 @@ def test_kfac_has_a_damping_path(digits, tmp_path):
     assert sum(parts) == pytest.approx(1) or math.isnan(parts[0])
 
 
-def test_runs_that_take_turns_are_the_same(attributed, digits, tmp_path):
+def test_runs_that_take_turns_are_the_same(attributed, tmp_path):
     _, result = attributed
     turns = attribute_spec(
         SPEC,
-        data=digits,
         store=RunStore(tmp_path),
         seeds=(0, 1),
         options=replace(CPU, at_once=3, keep_checkpoints=False),
@@ -188,7 +184,7 @@ def test_runs_that_take_turns_are_the_same(attributed, digits, tmp_path):
     assert not list(tmp_path.glob("*/checkpoint.safetensors"))
 
 
-def test_when_the_time_is_up_the_same_call_goes_on(attributed, digits, tmp_path, monkeypatch):
+def test_when_the_time_is_up_the_same_call_goes_on(attributed, tmp_path, monkeypatch):
     """An hour is asked for; its alarm goes off when the first arm has ended."""
     store, (_, result) = RunStore(tmp_path), attributed
     ended, hour = ArmProgress.ended, replace(CPU, seconds=3600)
@@ -199,16 +195,16 @@ def test_when_the_time_is_up_the_same_call_goes_on(attributed, digits, tmp_path,
 
     monkeypatch.setattr(ArmProgress, "ended", ended_at_the_alarm)
     with pytest.raises(OutOfTime):
-        attribute_spec(SPEC, data=digits, store=store, options=hour, seeds=(0, 1))
+        attribute_spec(SPEC, store=store, options=hour, seeds=(0, 1))
     monkeypatch.undo()
     assert sum(run.is_finished() for run in store.runs()) == 1
-    again = attribute_spec(SPEC, data=digits, store=store, options=CPU, seeds=(0, 1))
+    again = attribute_spec(SPEC, store=store, options=CPU, seeds=(0, 1))
     assert again.shares == result.shares
 
 
-def test_a_seed_whose_reference_diverges_is_left_out(digits, tmp_path):
+def test_a_seed_whose_reference_diverges_is_left_out(tmp_path):
     spec = replace(SPEC, lr=1e30, epochs=1, lr_drop_every=1)
-    result = attribute_spec(spec, data=digits, store=RunStore(tmp_path), options=CPU, seeds=(0,))
+    result = attribute_spec(spec, store=RunStore(tmp_path), options=CPU, seeds=(0,))
     assert {unused.fault for unused in result.unused} == {Fault.DIVERGED}
     assert all(r.arm in ("with decay", "without decay") for r in result.results)
 
@@ -217,7 +213,7 @@ def test_specs_that_make_no_sense_are_refused(digits, tmp_path):
     store = RunStore(tmp_path)
     none = replace(SPEC, decay="none", weight_decay=0.0)
     with refuses(Lacks, owner="this run", what="weight decay"):
-        attribute_spec(none, data=digits, store=store, options=CPU)
+        attribute_spec(none, store=store, options=CPU)
     follower = replace(SPEC, size_source=SPEC.id)
     with refuses(BadValue, name="the run", value=follower.id):
         arm_spec(follower, WITH, Plan(("size", "rotation")), 0)
@@ -230,7 +226,7 @@ def test_specs_that_make_no_sense_are_refused(digits, tmp_path):
     with refuses(Misplaced, settings=["held_layers"]):
         replace(SPEC, held_layers="fc")
     with refuses(UnknownName, name="nowhere"):
-        attribute_spec(SPEC, data=digits, store=store, options=CPU, only="nowhere")
+        attribute_spec(SPEC, store=store, options=CPU, only="nowhere")
 
 
 def test_paths_of_a_shorter_run_are_refused(attributed, digits):
@@ -302,6 +298,21 @@ def test_the_command(spec_file, tmp_path):
     assert json.loads(held.stdout)["title"] == "SGD, MLP BN on digits, held: conv"
 
 
+def test_a_plan_of_arms_needs_no_data(tmp_path):
+    spec = tmp_path / "spec.toml"
+    spec.write_text(replace(SPEC, data="cifar10").to_toml())
+    nowhere = ("--runs", tmp_path / "runs", "--data-dir", tmp_path, "--device", "cpu")
+    for norms in ((), ("--norms-alone", "epoch")):
+        planned = run(spec, *nowhere, *norms, "--dry-run")
+        assert planned.exit_code == 0, planned.output
+        assert f"{3 * (4 + len(norms) // 2)} runs" in planned.output
+    command = ["compare", str(spec), str(spec), "--match", "norm", *map(str, nowhere)]
+    for done in (run(spec, *nowhere), CliRunner().invoke(app, command)):
+        assert done.exit_code
+        assert "error: the data set cifar10 is not in" in done.output
+        assert not list(RunStore(tmp_path / "runs" / "attribution").runs())
+
+
 def test_the_command_from_the_middle_of_a_run(spec_file, tmp_path):
     common = ("--runs", tmp_path / "runs", "--device", "cpu", "--seeds", 2)
     done = run("--from", spec_file, "--at", 1, "--for", 6, *common)
@@ -371,7 +382,7 @@ def test_sizes_followed_epoch_by_epoch_are_the_papers_norm_transfer(digits, tmp_
 
 
 @pytest.mark.parametrize("scope", ["all", "conv"])
-def test_the_arm_with_free_rotation_is_fig_4s_cell(digits, tmp_path, scope):
+def test_the_arm_with_free_rotation_is_fig_4s_cell(tmp_path, scope):
     """Nothing decays in it; once an epoch it is wn-conv itself, and its share the gap closed."""
     spec = replace(SPEC, batch_norm=True, bias=True, decay_scope=scope)
     plan = Plan(("size", "rotation"), others=scope == "all")
@@ -387,7 +398,6 @@ def test_the_arm_with_free_rotation_is_fig_4s_cell(digits, tmp_path, scope):
     assert arm_spec(spec, each_epoch, plan, 0) == replace(without, norm_source=spec.id)
     result = attribute_spec(
         spec,
-        data=digits,
         store=arm_store(tmp_path),
         options=CPU,
         seeds=(0,),

@@ -30,6 +30,8 @@ def test_the_answer_is_one_sentence():
         "Decay changes loss by +0.019 [+0.012, +0.026];"
     )
     assert "cannot be told apart from zero" in words.sentence(shares(doubt=Doubt.TOTAL_UNCLEAR))
+    no_shares = Shares("loss", Estimate(1.0, -1.0, 3.0, 2), doubt=Doubt.NO_SEED)
+    assert "cannot be told apart from zero" in words.sentence(no_shares)
     assert words.sentence(Shares("loss", Estimate(1.0, math.nan, math.nan, 1))) == (
         "Decay changes loss by +1."
     )
@@ -90,11 +92,14 @@ def test_every_doubt_has_a_sentence(doubt):
 
 @pytest.mark.parametrize("fault", Fault)
 def test_every_fault_has_a_sentence(fault):
-    [sentence] = words.unused_sentences([Unused("size", 2, fault, "rotation", "conv1", 0.031)])
+    sentence, *remedy = words.unused_sentences(
+        [Unused("size", 2, fault, "rotation", "conv1", 0.031)]
+    )
     assert "size" in sentence
     assert "eed 2" in sentence
     if fault is Fault.MISSED:
         assert "the rotation of conv1 by 3.1 % (more than 2 %)" in sentence
+    assert bool(remedy) == (fault is Fault.MISSED)
 
 
 def test_arms_that_diverged_are_named_in_one_sentence():

@@ -9,6 +9,7 @@ from audits.wrong_kfac import HookedKFAC
 from oracle.plain_kfac import KFAC
 from refusals import refuses
 
+import decaylab
 from decaylab.audits import Reason, audit
 from decaylab.audits.reference import CURVATURES, Case, reference_factors
 from decaylab.errors import BadValue, Failed, Lacks, OutOfRange, UnknownName, WrongType
@@ -279,6 +280,12 @@ def test_what_is_not_an_optimizer_cannot_be_audited(factory, kind):
             {"value": 0.1, "wanted": 0},
         ),
         (lambda model: KFAC(model, lr=0.1, kl_clip=0.2), BadValue, {"value": 0.2, "wanted": None}),
+        (decaylab.KFAC, BadValue, {"value": "rms", "wanted": "none"}),
+        (
+            lambda model: KFAC(model, damping_scaling="trace"),
+            BadValue,
+            {"value": "trace", "wanted": "fixed"},
+        ),
         (lambda model: HookedKFAC(model, lr=0.0), Lacks, {"what": "effect on Linear at batch 16"}),
         (lambda model: LinearOnly(model), Lacks, {"what": "effect on Conv2d at batch 8"}),
         (

@@ -43,7 +43,6 @@ KFAC = replace(
 def test_arms_hold_their_paths(spec, at_once, tmp_path):
     result = attribute_spec(
         spec,
-        data=load("digits"),
         store=RunStore(tmp_path),
         seeds=(0,),
         options=WorkerOptions(device=torch.device("cuda"), at_once=at_once),

@@ -79,6 +79,9 @@ def test_what_contains_layers_is_excluded_by_their_names():
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 2))
     with refuses(UnknownName, kind="layer to exclude", name="0", choices=("0.0",)):
         KFAC(model, 0.1, options=KFACOptions(exclude=("0",)))
+    with refuses(UnknownName, name="heads") as refused:
+        KFAC(model, 0.1, options=KFACOptions(exclude=("heads",)))
+    assert set(refused.value.choices) == {"0", "0.0", "0.1", "1"}
     norm = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2))
     KFAC(norm, 0.1, options=KFACOptions(exclude=("0",)))  # says what is so anyway
 

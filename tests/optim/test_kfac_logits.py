@@ -120,3 +120,19 @@ def test_a_model_all_of_which_is_in_a_reentrant_checkpoint(logits):
     hidden = "reentrant activation checkpointing of layer 'body.0'"
     with refuses(Conflict, settings=["K-FAC", hidden]):
         opt.observe(model(batch().requires_grad_()))
+
+
+def test_a_single_row_is_handed_over_as_the_error_says():
+    model, inputs, label = nn.Linear(4, 3), torch.randn(4), torch.tensor(1)
+    optimizer = KFAC(model)
+    with refuses(BadValue, name="the logits") as refused:
+        model(inputs)
+    assert "a single row as logits[None]" in str(refused.value)
+    optimizer = KFAC(model, logits="observed")
+    logits = model(inputs)
+    optimizer.observe(logits[None])
+    nn.functional.cross_entropy(logits, label).backward()
+    optimizer.step()
+    [factors] = optimizer.factors().values()
+    assert factors.A.shape == (5, 5)
+    assert torch.equal(factors.A[-1, :4], inputs)

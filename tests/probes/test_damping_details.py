@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from decaylab import probes
+from decaylab import KFAC, probes
 
 CLOSE = {"rel": 1e-9}
 
@@ -62,3 +62,27 @@ def test_the_total_weighs_layers_by_their_directions(grouped):
         assert len(values) == model.get_submodule(layer).weight.numel()
         shares.append(values / (values + damping))
     assert found.total == pytest.approx(float(torch.cat(shares).mean()), **CLOSE)
+
+
+def test_eigenvalues_are_taken_as_often_as_a_foreign_loop_inverts(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    kfac = KFAC(model, lr=0.1, damping=0.1, refresh_every=2, invert_every=4, weight_decay=0.1)
+    taken = []
+
+    def measured(*arguments):
+        taken.append(kfac.steps)
+        return probes.effective_damping(*arguments)
+
+    monkeypatch.setattr("decaylab.probes.damping.effective_damping", measured)
+    inputs, labels = torch.randn(8, 4), torch.randint(3, (8,))
+    with probes.watch(model, kfac, every=1, probes=["second_order_share"]) as watched:
+        for _ in range(12):
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            kfac.step()
+            kfac.zero_grad()
+    assert taken == [1, 2, 3, 4, 5, 9]
+    shares = [row.value for row in watched.records.series("second_order_share/0")]
+    assert shares[8] == shares[11] != shares[7]
+    square = float(model[0].weight.detach().square().sum())
+    assert watched.records.last("effective_damping/0") == pytest.approx(0.1 * square)

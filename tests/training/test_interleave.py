@@ -155,3 +155,13 @@ def test_an_error_that_is_kept_does_not_keep_its_run_in_memory():
     given = dict(interleave({"only": run()}))
     assert isinstance(given["only"], MemoryError)
     assert held[0]() is None
+
+
+def test_reading_the_state_at_work_does_not_make_a_run_wait_for_the_outer_stream(digits):
+    run = TrainingRun(BASE, digits)
+    run._behind = False
+    with run.at_work():
+        run.state_dict()
+    assert not run._behind
+    run.state_dict()
+    assert run._behind

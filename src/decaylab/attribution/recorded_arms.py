@@ -17,18 +17,14 @@ from decaylab.attribution import words
 from decaylab.attribution.arms import WITH, WITHOUT, Arm, ArmResult, Plan, held_errors, plan_for
 from decaylab.attribution.progress import ArmProgress
 from decaylab.attribution.result import Attribution
-from decaylab.data import DataSet, Split, evaluation_batches
+from decaylab.data import Split, evaluation_batches
+from decaylab.data.facts import facts_of
 from decaylab.errors import RUNS_LEFT, BadValue, DecaylabError, Lacks, NotFinished
 from decaylab.records import RunFolder, RunStore
 from decaylab.sweeps.plan import PlannedRun
 from decaylab.sweeps.worker import Worker, WorkerOptions
-from decaylab.training import (
-    RunSpec,
-    TrainingRun,
-    build_model,
-    build_optimizer,
-)
-from decaylab.training.build import chosen_split
+from decaylab.training import RunSpec, TrainingRun, build_optimizer
+from decaylab.training.build import build_network
 from decaylab.training.held_layers import Selection, select
 from decaylab.training.paths import LayerPaths, followed_paths, paths_file
 
@@ -81,18 +77,18 @@ def _values(spec: RunSpec) -> dict[str, object]:
     return {name: getattr(spec, name) for name in spec.__dataclass_fields__}
 
 
-def selection_for(spec: RunSpec, data: DataSet, only: str = "all") -> Selection:
+def selection_for(spec: RunSpec, only: str = "all") -> Selection:
     """What of a run with decay is held."""
     if not spec.weight_decay:
         raise Lacks("this run", "weight decay", "give one whose decay has effects to attribute")
-    model = build_model(spec, chosen_split(spec, data))
+    facts = facts_of(spec.data)
+    model = build_network(spec, facts.classes, *facts.shape[:2])
     return select(model, build_optimizer(spec, model), only.split(",") if "," in only else only)
 
 
 def attribute_spec(
     spec: RunSpec,
     *,
-    data: DataSet,
     store: RunStore,
     options: WorkerOptions,
     seeds: Sequence[int] = (0, 1, 2),
@@ -107,7 +103,7 @@ def attribute_spec(
     `store` holds the arms (`arm_store`); the same call again continues. Those that others follow
     come first. `OutOfTime` where `options.seconds` were not enough.
     """
-    selection = selection_for(spec, data, only)
+    selection = selection_for(spec, only)
     plan = plan_for(selection, extra)
     arms = _arms(spec, plan, seeds, only)
     clock, progress = Clock(options), ArmProgress(len(arms), silent=silent)
@@ -151,10 +147,10 @@ def _arms(
 
 
 def arm_specs(
-    spec: RunSpec, data: DataSet, seeds: Sequence[int], only: str, extra: Sequence[Arm]
+    spec: RunSpec, seeds: Sequence[int], only: str, extra: Sequence[Arm]
 ) -> list[RunSpec]:
     """The runs of all arms, each once."""
-    plan = plan_for(selection_for(spec, data, only), extra)
+    plan = plan_for(selection_for(spec, only), extra)
     return list({s.id: s for _, s in _arms(spec, plan, seeds, only).values()}.values())
 
 
@@ -206,6 +202,7 @@ def train_all(
     )
     progress.found(len(specs) - len(planned))
     worker = Worker(planned, store, replace(options, stay=True))
+    worker.check_data()
     for event in worker.run():
         name, state = names[event.run.spec.id], event.progress
         if event.kind == "epoch" and state is not None:

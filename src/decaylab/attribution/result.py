@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from decaylab.attribution import words
-from decaylab.attribution.arms import WITH, ArmResult, Plan
+from decaylab.attribution.arms import WITH, WITHOUT, ArmResult, Plan
 from decaylab.attribution.reasons import Unused
 from decaylab.attribution.shares import Estimate, Shares, decompose, seeds_to_tell
 from decaylab.errors import check_name
@@ -72,17 +74,26 @@ class Attribution:
     def sentences(self) -> list[str]:
         """What to know beside the tables: layers not held, arms not used, doubts."""
         shares = self.shares_of(self.metric)
-        seeds = seeds_to_tell(shares.total)
+        doubts = []
+        if self._decay_lost:
+            doubts.append(words.DECAY_LOST)
+        elif shares.doubt is not None:
+            seeds = seeds_to_tell(shares.total)
+            doubts.append(words.doubt_sentence(shares.doubt, self.metric, seeds))
         return [
-            *(
-                [words.doubt_sentence(shares.doubt, self.metric, seeds)]
-                if shares.doubt is not None
-                else []
-            ),
+            *doubts,
             *words.unused_sentences(self.unused),
             *(words.note_sentence(layer, note) for layer, note in self.notes.items()),
             *([words.others_sentence(self.others)] if self.others else []),
         ]
+
+    @property
+    def _decay_lost(self) -> bool:
+        """Whether sizes are the same with decay and without, in every seed that has both."""
+        both = [arms for arms in self.paths.values() if {WITH.name, WITHOUT.name} <= arms.keys()]
+        return bool(both) and all(
+            torch.equal(arms[WITH.name].sizes, arms[WITHOUT.name].sizes) for arms in both
+        )
 
     def __str__(self) -> str:
         """The answer as text of at most 80 columns: a sentence, the shares, the arms."""

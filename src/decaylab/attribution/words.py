@@ -52,13 +52,18 @@ def others_sentence(others: Sequence[str]) -> str:
 
 
 def unused_sentences(unused: Sequence[Unused]) -> list[str]:
-    """Which arms are not used and why; one sentence each for divergence and missing numbers."""
+    """Which arms are not used, why, and what to do about those that missed their paths."""
     sentences = [
         f"Seed {each.seed}, arm “{each.arm}”, is not used: it missed the {each.path} of"
         f" {each.layer} by {percent(each.error)} (more than {percent(LIMIT)})."
         for each in unused
         if each.fault is Fault.MISSED
     ]
+    if sentences:
+        sentences.append(
+            "Paths are followed if only optimizer.step() changes the weights: leave out what else"
+            " does (clamping, averaging), or leave these layers out by `only`."
+        )
     for fault, what in ((Fault.DIVERGED, "diverged"), (Fault.NO_NUMBER, "gave no finite number")):
         seeds: dict[str, list[int]] = {}
         for each in unused:
@@ -68,6 +73,13 @@ def unused_sentences(unused: Sequence[Unused]) -> list[str]:
             named = "; ".join(f"{arm} ({_seeds(each)})" for arm, each in seeds.items())
             sentences.append(f"Not used, since they {what}: {named}.")
     return sentences
+
+
+DECAY_LOST = (
+    "Decay changed no weight that is held: in bfloat16, a small decay is lost in rounding, so keep"
+    " the weights in float32 (autocast may stay); otherwise `decaylab audit-decay` says whether the"
+    " optimizer uses its weight_decay."
+)
 
 
 def outcome(metric: str, value: float) -> str:
@@ -81,7 +93,7 @@ def doubt_sentence(doubt: Doubt, metric: str, seeds: int | None = None) -> str:
     """Why shares have no value or no interval; `seeds`: how many would be enough."""
     enough = "many more seeds" if seeds is None else f"about {seeds} seeds, at this spread"
     return {
-        Doubt.NO_SEED: f"No seed has a number for {metric} in every arm, so there are no shares.",
+        Doubt.NO_SEED: f"No seed can use every arm for {metric}, so there are no shares.",
         Doubt.ONE_SEED: "One seed gives no intervals: use more seeds.",
         Doubt.NO_SPREAD: f"All seeds give the same total of {metric}, so intervals are too narrow:"
         " use more seeds, or a less coarse metric.",
@@ -95,10 +107,10 @@ def sentence(shares: Shares) -> str:
     if not shares.total.seeds:
         return f"What decay does to {shares.metric} is unknown: no seed has it with and without."
     total = f"Decay changes {shares.metric} by {amount(shares.total, shares.in_points)}"
+    if shares.doubt is Doubt.TOTAL_UNCLEAR or 0.0 in shares.total:
+        return f"{total}, which cannot be told apart from zero."
     if not shares.alone_shares:
         return f"{total}."
-    if shares.doubt is Doubt.TOTAL_UNCLEAR:
-        return f"{total}, which cannot be told apart from zero."
     ranked = sorted(shares.alone_shares.items(), key=lambda item: -item[1].value)
     first, share = ranked[0]
     parts = [f"{fraction(share)} of it is recovered by the {first} alone"]

@@ -27,6 +27,8 @@ Key = tuple[str, str, str]
 # Beside factors 1e6 times as large a damping of 1e-3 is nothing, though it be added to a factor as
 # such or as its root, and though the block be too small by B^2 T^5 at these sizes.
 LARGE = 1e3
+# What makes steps other than the block's, or the damping other than lambda, and how it is left out.
+PLAIN = {"kl_clip": None, "step_scaling": "none", "damping_scaling": "fixed"}
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,10 @@ def _built(factory: Factory, model: nn.Module) -> Any:
     )
     for decay in filter(None, (group.get("weight_decay") for group in optimizer.param_groups)):
         raise BadValue("the weight_decay of an audited optimizer", decay, 0)
-    if kl_clip := getattr(optimizer, "kl_clip", None):
-        raise BadValue("the kl_clip of an audited optimizer", kl_clip, None)
+    for setting, plain in PLAIN.items():
+        value = getattr(optimizer, setting, None) or plain
+        if value != plain:
+            raise BadValue(f"the {setting} of an audited optimizer", value, plain)
     return optimizer
 
 

@@ -27,14 +27,14 @@ from decaylab.cli import options
 from decaylab.cli.options import option
 from decaylab.cli.sweep import EngineOptions, Work, submit
 from decaylab.cli.terminal import print_json, say
-from decaylab.data import DataSet, load
+from decaylab.data import load
 from decaylab.errors import AT_LEAST_ONE, BadValue, DecaylabError, Lacks, Misplaced, check_name
 from decaylab.paper.tiers import sized, tier_of
 from decaylab.report.attributions import write_attribution
 from decaylab.report.drawing import check_extra
 from decaylab.report.names import named
+from decaylab.sweeps.estimate import steps_per_epoch
 from decaylab.training import RunSpec
-from decaylab.training.build import build_batches, chosen_split
 from decaylab.training.journal import code_commit
 from decaylab.training.loop import device_name
 
@@ -105,8 +105,7 @@ def attribute_command(
     runs = training.runs
     where = options.chosen_device(training.device or "auto")
     base = spec_from(start or spec or "", runs, tier)
-    data = load(base.data, training.data_dir)
-    extra, layers = _norms_alone(norms_alone, base, data), _layers(only)
+    extra, layers = _norms_alone(norms_alone, base), _layers(only)
     if start is not None:
         if training.at_once > 1 or training.max_minutes is not None or training.compiled:
             settings = ["--at-once", "--max-minutes", "--compiled"]
@@ -115,6 +114,7 @@ def attribute_command(
             raise Misplaced(["--engine", "--jobs"], "arms that do not branch")
         if at is None or steps is None:
             raise Lacks("--from RUN", "--at EPOCH or no --for STEPS", "give both")
+        data = load(base.data, training.data_dir)
         folder = runs / "attribution" / f"{base.id}-at-{at}"
         path = train_to(base, at, data=data, folder=folder, device=where)
         result = attribute(
@@ -129,7 +129,7 @@ def attribute_command(
     else:
         if at is not None or steps is not None:
             raise Misplaced(["--at", "--for"], "--from RUN")
-        specs = arm_specs(base, data, range(seeds), layers, extra)
+        specs = arm_specs(base, range(seeds), layers, extra)
         if engine.dry_run or not engine.in_this_process(training):
             chosen = options.flags(
                 seeds=seeds, only=only, metric=metric, tier=tier, norms_alone=norms_alone
@@ -140,7 +140,6 @@ def attribute_command(
                 return
         result = attribute_spec(
             base,
-            data=data,
             store=arm_store(runs),
             seeds=range(seeds),
             only=layers,
@@ -187,13 +186,12 @@ def _layers(only: str) -> str:
     return value
 
 
-def _norms_alone(when: str | None, spec: RunSpec, data: DataSet) -> list[Arm]:
+def _norms_alone(when: str | None, spec: RunSpec) -> list[Arm]:
     """The arm that Fig. 4 has, where it is asked for."""
     if when is None:
         return []
     check_name("--norms-alone", when, ("step", "epoch"))
-    split = chosen_split(spec, data)
-    return [norms_alone_arm(1 if when == "step" else build_batches(spec, split).steps_per_epoch)]
+    return [norms_alone_arm(1 if when == "step" else steps_per_epoch(spec))]
 
 
 def _show(

@@ -73,6 +73,7 @@ def plan_blocks(
     places = _places(model)
     parts = _parts(layers)
     named = {part.name: part.module for part in parts.values()} | layers
+    named.pop("")  # the model itself
     guards.check_excluded(named, exclude, lambda module: kind_of(module) is not None)
     placements: dict[Tensor, Placement] = {}
     members: dict[str, dict[str, Tensor]] = {}  # of each block: its weight, bias or both

@@ -170,7 +170,7 @@ def check_heads(
             given = (head.dtype, list(head.shape)) if isinstance(head, Tensor) else type(head)
             remedy = (
                 "pass them with opt.observe(logits) and logits='observed' (a single output "
-                "per row as logits[..., None])"
+                "per row as logits[..., None], a single row as logits[None])"
             )
             raise BadValue("the logits", given, "floating-point and of shape [..., C]", remedy)
         if not head.requires_grad:

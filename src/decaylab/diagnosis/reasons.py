@@ -127,7 +127,7 @@ class Reason(Enum):
     NO_LAYER_SETTINGS = "the optimizer's settings are not in the records"
     RECORDED_ONCE = "fewer than two records of the norm"
     ZEROS = "weights of zero, which have no direction"
-    NEVER_MOVED = "moved by no step: no gradient, or a learning rate of 0"
+    NEVER_MOVED = "moved by no step: no gradient, a learning rate of 0, or steps lost in rounding"
     # how much decay removes from a layer is not known
     L2_RESCALED = "the optimizer rescales L2"
     KIND_UNKNOWN = "its decay is {kind!r}, which removes no fixed fraction of the weights"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from decaylab.curvature.factors import KroneckerFactors
 from decaylab.curvature.inverses import factored_damping, mean_diagonal
 from decaylab.errors import DecaylabError, Lacks
+from decaylab.optim.kfac import KFAC
 from decaylab.probes.kronecker import eigenvalues, grouped, named, seen, weight_of, without_bias
 from decaylab.probes.reading import Reading, row_name
 from decaylab.probes.registry import Moment, Probe, register
@@ -23,19 +25,27 @@ class LayerDamping:
     Attributes:
         damping: lambda, as this layer gets it (the mean over groups). norm: |W_l|, of the weight
             without its bias.
-        effective: lambda |W_l|^2, which is added to C(W_l / |W_l|) in Eq. 14.
         share: mean over directions of e / (e + lambda |W_l|^2), e the eigenvalues of
             C(W_l / |W_l|); 1: every direction is second-order, 0: the step is SGD's.
-        factored: mean over directions of what factored damping really adds, times |W_l|^2.
+        added: mean over directions of what factored damping really adds, in place of lambda.
         factored_share: the share with that instead.
     """
 
     damping: float
     norm: float
-    effective: float
     share: float
-    factored: float
+    added: float
     factored_share: float
+
+    @property
+    def effective(self) -> float:
+        """The lambda |W_l|^2 that is added to C(W_l / |W_l|) in Eq. 14."""
+        return self.damping * self.norm**2
+
+    @property
+    def factored(self) -> float:
+        """What factored damping really adds to it."""
+        return self.added * self.norm**2
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,6 @@ def _layer_damping(
     weight: Tensor, factors: KroneckerFactors, damping: float | Tensor
 ) -> LayerDamping:
     """`damping`: one number, or one for each group."""
-    square = float(weight.detach().double().square().sum())
     a, g = _sides(factors)
     T = factors.T.double()
     A, G = factors.A.double(), T * factors.S.double()
@@ -126,12 +135,37 @@ def _layer_damping(
     used = (a + extra_a[..., None])[..., :, None] * (g + extra_g[..., None])[..., None, :]
     return LayerDamping(
         damping=float(lambdas.mean()),
-        norm=square**0.5,
-        effective=float(lambdas.mean()) * square,
+        norm=_norm(weight),
         share=float((plain / (plain + added)).mean()),
-        factored=float((used - plain).mean()) * square,
+        added=float((used - plain).mean()),
         factored_share=float((plain / used).mean()),
     )
+
+
+def _norm(weight: Tensor) -> float:
+    return float(weight.detach().double().square().sum().sqrt())
+
+
+# What was measured last of a K-FAC, and after how many of its steps.
+_LAST: WeakKeyDictionary[KFAC, tuple[int, DampingReading]] = WeakKeyDictionary()
+
+
+def _of_inverses(model: nn.Module, kfac: KFAC) -> DampingReading:
+    """The damping of K-FAC's steps, at the weights' norms as they are now.
+
+    It changes when K-FAC inverts, so eigenvalues, which take seconds where layers are large, are
+    kept for `invert_every` steps; not during the first ones, when K-FAC inverts more often.
+    """
+    step, last = _LAST.get(kfac, (0, None))
+    if last is None or not kfac.invert_every < step <= kfac.steps < step + kfac.invert_every:
+        last = effective_damping(model, kfac.factors(), kfac.dampings())
+        _LAST[kfac] = kfac.steps, last
+    parameters, blocks = named(model), kfac.estimator.blocks
+    details = {
+        layer: replace(damping, norm=_norm(parameters[blocks[layer].site.weight_name]))
+        for layer, damping in last.details.items()
+    }
+    return replace(last, details=details)
 
 
 def _second_order_share(moment: Moment) -> list[Reading]:
@@ -140,12 +174,11 @@ def _second_order_share(moment: Moment) -> list[Reading]:
         if moment.images is not None:
             return []
         raise DecaylabError("second_order_share needs a K-FAC optimizer")
-    factors = kfac.factors()
     if moment.images is None:
-        return [effective_damping(moment.model, factors, kfac.dampings())]
+        return [_of_inverses(moment.model, kfac)]
     short = {
         layer: factor
-        for layer, factor in factors.items()
+        for layer, factor in kfac.factors().items()
         if max(factor.A.shape[-1], factor.S.shape[-1]) <= LONGEST_SIDE and float(factor.T) > 0
     }
     if not short:

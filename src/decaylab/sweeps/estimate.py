@@ -137,9 +137,11 @@ def _from_table(spec: RunSpec, steps: int, startup: float) -> float:
 
 
 def steps_per_epoch(spec: RunSpec) -> int:
-    """Full batches in an epoch."""
+    """Batches in an epoch."""
     images = DATA_SETS[spec.data].splits["train"].count
-    return max(1, (images - images // 10 if spec.held_out else images) // spec.batch_size)
+    images -= images // 10 * spec.held_out
+    full, left_over = divmod(images, spec.batch_size)
+    return max(1, full + (spec.keep_last_batch and left_over > 0))
 
 
 def _kind(spec: RunSpec) -> tuple[object, ...]:

@@ -55,32 +55,32 @@ def build_batches(
 
 
 def build_network(spec: RunSpec, classes: int, channels: int, size: int) -> nn.Module:
-    """The network of a spec, for images with this many channels and pixels per side."""
-    spec = spec.resolved()
-    only_mlp = {"hidden": spec.hidden} if spec.hidden is not None else {}
-    return networks.build(
-        spec.network,
-        classes=classes,
-        in_channels=channels,
-        image_size=size,
-        batch_norm=spec.batch_norm,
-        batch_norm_eps=spec.batch_norm_eps,
-        width=spec.width,
-        bias=spec.bias,
-        activation=spec.activation,
-        **only_mlp,
-    )
-
-
-def build_model(spec: RunSpec, data: DataSet) -> nn.Module:
-    """The freshly initialised model of a spec, on the device of the data, in train mode.
+    """The network of a spec, for images with this many channels and pixels per side.
 
     The weights are drawn on the CPU from the spec's seed, so that every device starts from the same
     ones; torch's global generator is left as it was.
     """
+    spec = spec.resolved()
+    only_mlp = {"hidden": spec.hidden} if spec.hidden is not None else {}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(spec.seed)  # manual_seed would reseed the GPUs too
-        model = build_network(spec, data.classes, *data.train.images.shape[1:3])
+        return networks.build(
+            spec.network,
+            classes=classes,
+            in_channels=channels,
+            image_size=size,
+            batch_norm=spec.batch_norm,
+            batch_norm_eps=spec.batch_norm_eps,
+            width=spec.width,
+            bias=spec.bias,
+            activation=spec.activation,
+            **only_mlp,
+        )
+
+
+def build_model(spec: RunSpec, data: DataSet) -> nn.Module:
+    """The freshly initialised model of a spec, on the device of the data, in train mode."""
+    model = build_network(spec, data.classes, *data.train.images.shape[1:3])
     device = data.train.images.device
     if device.type == "cuda":  # the order that tensor cores want
         return model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]

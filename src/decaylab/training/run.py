@@ -425,7 +425,7 @@ class TrainingRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides the rest of the run: to be copied before the run goes on."""
-        self._behind = True  # on CUDA it goes on once the outer stream has read it
+        self._behind |= self._since is None  # then it is read on the outer stream
         return {
             "device": self.device.type,
             "labels": self._labels,
