@@ -241,7 +241,8 @@ def _turned(compared: Comparison, damping: Finding) -> Finding:
     )
     clipped = max(run.clipped, baseline.clipped if baseline is not None else 0.0)
     invariant = any(layer.invariant for layer in layers)
-    if clipped and (unknown or kfac_clipped) and (invariant or not recorded):
+    lawless = any(replace(layer, clipped=False).law.norm_power is None for layer in unknown)
+    if clipped and (unknown or kfac_clipped) and not lawless and (invariant or not recorded):
         return _cannot_tell(mechanism, because(Reason.CLIPPED, share=clipped), Reason.NO_CLIPPING)
     if unknown and not recorded:
         changed = any(layer.changed_law or layer.own_lr for layer in layers)
