@@ -352,6 +352,17 @@ def test_nobody_is_told_to_raise_the_learning_rate_a_millionfold():
         assert (Reason.SCHEDULE in reasons(result.follows)) is advised
 
 
+def test_a_schedule_is_for_the_layers_that_it_is_written_for():
+    """Not for those whose size hardly matters, which `advise schedule` leaves as they are."""
+    for invariant, some in ((True, []), (False, ["conv"])):
+        kinds = {"conv": True, "fc": invariant}
+        layers = {k: sgd(weight_decay=STRONG, invariant=x) for k, x in kinds.items()}
+        hardly = Row(1, 0, 0.0, "size_response/fc", 1e-4)  # 0.01 % per per cent
+        follows = diagnose(Rows((*records(layers).rows, hardly))).follows
+        (schedule,) = (said for said in follows if said.reason is Reason.SCHEDULE)
+        assert schedule["some"] == some
+
+
 def test_records_at_other_steps_and_too_few():
     run = records({"conv": sgd(weight_decay=STRONG)}, every=50)
     finding = diagnose(run, records({"conv": sgd()}, every=333))["effective l"]

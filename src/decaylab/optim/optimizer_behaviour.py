@@ -346,7 +346,6 @@ class Replica:
             points.append(weight.detach().clone())
         return points, any("exp_avg_sq" in state for state in stepped.state.values())
 
-
     def momentum(self) -> float | None:
         """The a of step = a (step before) + b gradient; None if steps are of another form.
 
