@@ -312,6 +312,7 @@ def test_runs_that_cannot_be_compared_are_judged_alone():
         (records({"stem": sgd()}), Reason.OTHER_LAYERS),
         (records({"conv": sgd(power=1)}), Reason.OTHER_OPTIMIZER),
         (records({"conv": sgd(lr=0.2)}), Reason.OTHER_LR),
+        (records({"conv": sgd(lr=20.0, start=9.0)}), Reason.OTHER_LR),  # which makes that norm
         (records({"conv": sgd(settings={"setting_momentum": 0.9})}), Reason.OTHER_SETTING),
         (records({"conv": sgd(weight_decay=0.01)}), Reason.BASELINE_DECAYS),
     ):

@@ -67,9 +67,10 @@ def _same_layers(run: Run, other: Run, decay: Sequence[str]) -> Because | None:
         if (known and other_law) or layer.own_lr != counterpart.own_lr:
             return because(Reason.OTHER_OPTIMIZER, layer=name)
         norms = ratio(layer.norms, counterpart.norms)
-        why_not = (norms and _starts_otherwise(layer, counterpart, norms[0])) or _stepped_otherwise(
+        # settings first: another lr alone makes other norms by the first record
+        why_not = _stepped_otherwise(
             layer, counterpart, [step for step, _ in norms], (*SAME_SETTINGS, *decay)
-        )
+        ) or (norms and _starts_otherwise(layer, counterpart, norms[0]))
         if why_not:
             return why_not
     return None
