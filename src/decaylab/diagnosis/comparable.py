@@ -48,7 +48,7 @@ def same_training(run: Run, other: Run, *, free: set[str]) -> tuple[Because | No
     if why_not is not None:
         return why_not, []
     notes = [differs] if shorter < RULES.same_length * longer else []
-    clipping = _clipped_otherwise(run, other)
+    clipping = clipped_otherwise(run, other)
     return None, [*notes, clipping] if clipping is not None else notes
 
 
@@ -76,7 +76,7 @@ def _same_layers(run: Run, other: Run, decay: Sequence[str]) -> Because | None:
     return None
 
 
-def _clipped_otherwise(run: Run, other: Run) -> Because | None:
+def clipped_otherwise(run: Run, other: Run) -> Because | None:
     """That gradients of one are clipped to a norm that those of the other exceed."""
     for clipped, free in ((run, other), (other, run)):
         largest = max((size for _, size in free.totals.get("gradient_norm", ())), default=0.0)
