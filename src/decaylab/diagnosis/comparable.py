@@ -70,8 +70,10 @@ def _same_layers(run: Run, other: Run, decay: Sequence[str]) -> Because | None:
         # settings first: another lr alone makes other norms by the first record
         why_not = _stepped_otherwise(
             layer, counterpart, [step for step, _ in norms], (*SAME_SETTINGS, *decay)
-        ) or (norms and _starts_otherwise(layer, counterpart, norms[0]))
-        if why_not:
+        )
+        if why_not is None and norms:
+            why_not = _starts_otherwise(layer, counterpart, norms[0])
+        if why_not is not None:
             return why_not
     return None
 
