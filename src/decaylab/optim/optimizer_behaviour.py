@@ -362,7 +362,7 @@ class Replica:
         parts = torch.stack([before.flatten(), self.drawn(seed).sign().flatten()], dim=1)
         fitted = torch.linalg.lstsq(parts, step.flatten()).solution
         fits = _close(parts @ fitted, step.flatten())
-        return max(0.0, float(fitted[0])) if fits else None
+        return max(0.0, round(float(fitted[0]), 4)) if fits else None
 
 
 def _flags(optimizer: torch.optim.Optimizer) -> dict[str, bool | str]:
