@@ -149,9 +149,11 @@ def test_clipped_gradients_leave_kfac_no_law():
     assert suggest(clipped[0]).weight_decay is None
 
 
+@pytest.mark.parametrize("clip", [None, 1e-3])
 @pytest.mark.parametrize("build", [amsgrad, ThreeBetas])
-def test_what_is_not_known_of_a_memory_is_not_said(build):
-    decayed, plain, _ = both(build, 100, 0.5, 0.005, 1.0)
+def test_what_is_not_known_of_a_memory_is_not_said(build, clip):
+    """Of which clipping is not the reason."""
+    decayed, plain, _ = both(build, 100, 0.5, 0.005, 1.0, clip)
     for given in ((decayed, plain), (decayed,)):
         found = diagnose(*given)["effective l"]
         if len(given) == 1:

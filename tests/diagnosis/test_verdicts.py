@@ -312,6 +312,7 @@ def test_runs_that_cannot_be_compared_are_judged_alone():
         (records({"stem": sgd()}), Reason.OTHER_LAYERS),
         (records({"conv": sgd(power=1)}), Reason.OTHER_OPTIMIZER),
         (records({"conv": sgd(lr=0.2)}), Reason.OTHER_LR),
+        (records({"conv": sgd(lr=20.0, start=9.0)}), Reason.OTHER_LR),  # which makes that norm
         (records({"conv": sgd(settings={"setting_momentum": 0.9})}), Reason.OTHER_SETTING),
         (records({"conv": sgd(weight_decay=0.01)}), Reason.BASELINE_DECAYS),
     ):
@@ -350,6 +351,17 @@ def test_nobody_is_told_to_raise_the_learning_rate_a_millionfold():
     for weight_decay, advised in ((STRONG, True), (0.1, False)):  # exp(4), exp(20) times
         result = diagnose(records({"conv": sgd(weight_decay=weight_decay)}))
         assert (Reason.SCHEDULE in reasons(result.follows)) is advised
+
+
+def test_a_schedule_is_for_the_layers_that_it_is_written_for():
+    """Not for those whose size hardly matters, which `advise schedule` leaves as they are."""
+    for invariant, some in ((True, []), (False, ["conv"])):
+        kinds = {"conv": True, "fc": invariant}
+        layers = {k: sgd(weight_decay=STRONG, invariant=x) for k, x in kinds.items()}
+        hardly = Row(1, 0, 0.0, "size_response/fc", 1e-4)  # 0.01 % per per cent
+        follows = diagnose(Rows((*records(layers).rows, hardly))).follows
+        (schedule,) = (said for said in follows if said.reason is Reason.SCHEDULE)
+        assert schedule["some"] == some
 
 
 def test_records_at_other_steps_and_too_few():

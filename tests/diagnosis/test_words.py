@@ -87,6 +87,7 @@ DATA = {
     "shares": SecondOrderShares(0.5, 0.2, estimated=True),
     "status": "interrupted",
     "step": 40,
+    "some": ["a", "b"],
     "steps": 120.0,
     "taken": 0.3,
     "turned": EFFECT,

@@ -38,7 +38,7 @@ from decaylab.diagnosis.layers import decay_rate
 from decaylab.diagnosis.reasons import Because
 from decaylab.optim import optimizer_behaviour
 from decaylab.optim.decay import decay_of
-from decaylab.optim.laws import GRADIENT_SCALE_FREE, exposure_rate, law_of
+from decaylab.optim.laws import GRADIENT_SCALE_FREE, exposure_rate, law_for, law_of
 from decaylab.optim.optimizer_behaviour import Behaviour, behaviour
 from decaylab.optim.table import Problem, decay_table
 from decaylab.probes import layers_of
@@ -161,6 +161,71 @@ def test_a_momentum_that_is_a_mean_does_not_add_up_the_decay():
     optimizer = RunningMean(model.parameters(), lr=0.5, weight_decay=0.25)
     assert exposure_rate(optimizer, optimizer.param_groups[0]) == 0.125
     assert layer_settings([optimizer], layers_of(model))["0"].law == "unknown"
+
+
+class Momentum(Formula):
+    """Its momentum has another name than torch's."""
+
+    own = {"mu": 0.9}
+
+    def move(self, group, state, p, grad):
+        m = state.setdefault("m", torch.zeros_like(p))
+        m.mul_(group["mu"]).add_(grad + group["weight_decay"] * p)
+        return -group["lr"] * m
+
+
+class Adam(Formula):
+    """Decoupled decay; each beta is a setting of its own."""
+
+    own = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+
+    def move(self, group, state, p, grad):
+        m, v = (state.setdefault(k, torch.zeros_like(p)) for k in ("exp_avg", "exp_avg_sq"))
+        state["step"] = t = state.get("step", 0) + 1
+        m.lerp_(grad, 1 - group["beta1"])
+        v.lerp_(grad**2, 1 - group["beta2"])
+        scale = (1 - group["beta2"] ** t) ** 0.5 / (1 - group["beta1"] ** t)
+        decay = group["weight_decay"] * p
+        return -group["lr"] * (scale * m / (v.sqrt() + group["eps"]) + decay)
+
+
+class Nesterov(Momentum):
+    def move(self, group, state, p, grad):
+        return group["mu"] * super().move(group, state, p, grad) - group["lr"] * grad
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        (Momentum, {"kind": torch.optim.SGD, "momentum": 0.9}),
+        (Adam, {"kind": torch.optim.AdamW, "betas": (0.9, 0.99)}),
+    ],
+)
+def test_a_momentum_of_another_name_is_measured(mine, theirs):
+    """It decides where the angle settles: at 0.9, 4.4 times nearer than without."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+    theirs = dict(theirs)
+    optimizers = [
+        kind(model.parameters(), lr=0.01, weight_decay=0.2, **more)
+        for kind, more in ((mine, {}), (theirs.pop("kind"), theirs))
+    ]
+    rates, angles = [], []
+    for optimizer in optimizers:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        rates.append(exposure_rate(optimizer, optimizer.param_groups[0]))
+        recorded = layer_settings([optimizer], layers_of(model))["0"]
+        laws = (law_of(optimizer, optimizer.param_groups[0]), law_for(recorded))
+        angles += [law.rotation(0.001) for law in laws]
+    assert rates[0] == pytest.approx(rates[1])
+    assert angles == pytest.approx(angles[:1] * 4)
+
+
+def test_no_balance_is_given_where_the_momentum_is_of_no_known_form():
+    optimizer = Nesterov([torch.nn.Parameter(torch.randn(4, 3))], lr=0.01, law="sgd")
+    law = law_of(optimizer, optimizer.param_groups[0])
+    assert (law.norm_power, law.rotation(0.001)) == (2, None)
 
 
 def test_nothing_of_the_users_is_touched_and_it_is_tried_once(monkeypatch):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from oracle import tiny_nets
 from oracle.plain_kfac import KFAC
 from oracle.tiny_nets import tiny_net, train
 from refusals import refuses
@@ -211,6 +212,7 @@ def test_a_failing_probe_warns_once_and_does_not_stop():
             train(model, optimizer, inputs, labels, 3)
     assert len(caught) == 1
     assert "mine at step 1: ValueError: no such thing" in str(caught[0].message)
+    assert caught[0].filename == tiny_nets.__file__  # where the loop is
     assert len(watched.records.series("weight_norm")) == 3
 
 
@@ -226,6 +228,13 @@ def test_what_is_not_finite_is_recorded_and_said_once():
         "(shown once; training continues)"
     ]
     assert len(watched.records.series("weight_norm/0")) == 3
+
+
+def test_of_many_layers_that_are_not_finite_some_are_named():
+    layers = {str(layer): math.nan for layer in range(9)}
+    with pytest.warns(probes.NonFiniteWarning, match="layer '3' and 5 more") as caught:
+        probes.Reading("norm", "1", layers)
+    assert caught[0].filename == __file__
 
 
 def test_detach_and_rows_on_disk(tmp_path):

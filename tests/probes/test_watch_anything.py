@@ -485,3 +485,23 @@ def test_measuring_compiles_nothing():
             optimizer.zero_grad()
     assert len(compiled) == 1
     assert watched.records.series("jacobian_norm")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of what it compiles
+def test_a_compiled_step_is_measured_as_it_is():
+    """Probes are not traced along with it, which they do not survive."""
+    records = []
+    for wrapped in (torch.compile(backend="eager"), lambda step: step):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        inputs, lr = torch.randn(5, 3), torch.tensor(0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+        step = wrapped(lambda optimizer=optimizer: optimizer.step())
+        with watch(model, optimizer, every=2, inputs=inputs, probes="diagnosis") as watched:
+            for _ in range(4):
+                model(inputs).square().mean().backward()
+                step()
+                optimizer.zero_grad()
+        records.append({(row.step, row.name): row.value for row in watched.records.rows})
+    torch.compiler.reset()
+    assert records[0] == pytest.approx(records[1], rel=1e-4, abs=1e-6)

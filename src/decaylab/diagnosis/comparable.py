@@ -48,7 +48,7 @@ def same_training(run: Run, other: Run, *, free: set[str]) -> tuple[Because | No
     if why_not is not None:
         return why_not, []
     notes = [differs] if shorter < RULES.same_length * longer else []
-    clipping = _clipped_otherwise(run, other)
+    clipping = clipped_otherwise(run, other)
     return None, [*notes, clipping] if clipping is not None else notes
 
 
@@ -67,15 +67,18 @@ def _same_layers(run: Run, other: Run, decay: Sequence[str]) -> Because | None:
         if (known and other_law) or layer.own_lr != counterpart.own_lr:
             return because(Reason.OTHER_OPTIMIZER, layer=name)
         norms = ratio(layer.norms, counterpart.norms)
-        why_not = (norms and _starts_otherwise(layer, counterpart, norms[0])) or _stepped_otherwise(
+        # settings first: another lr alone makes other norms by the first record
+        why_not = _stepped_otherwise(
             layer, counterpart, [step for step, _ in norms], (*SAME_SETTINGS, *decay)
         )
-        if why_not:
+        if why_not is None and norms:
+            why_not = _starts_otherwise(layer, counterpart, norms[0])
+        if why_not is not None:
             return why_not
     return None
 
 
-def _clipped_otherwise(run: Run, other: Run) -> Because | None:
+def clipped_otherwise(run: Run, other: Run) -> Because | None:
     """That gradients of one are clipped to a norm that those of the other exceed."""
     for clipped, free in ((run, other), (other, run)):
         largest = max((size for _, size in free.totals.get("gradient_norm", ())), default=0.0)

@@ -47,14 +47,17 @@ def _of_direction(compared: Comparison, findings: Sequence[Finding]) -> Iterator
         same = lr.verdict is not ACTS and second_order_shares(compared).same
         yield because(Reason.NO_MORE_SECOND_ORDER if same else Reason.LOWERS_DAMPING)
     if not lr.verdict is damping.verdict is DOES_NOT_ACT:
-        yield from _schedule([layer for layer in turned if layer.invariant])
+        yield from _schedule([layer for layer in turned if layer.invariant], names)
     elif not (lr.opposite or damping.opposite or run.diverged):
         taken = max(layer.total_exposure or 0.0 for layer in turned)
         yield because(Reason.NO_EFFECT_YET if taken < 1 else Reason.NO_EFFECT)
 
 
-def _schedule(layers: list[RecordedLayer]) -> Iterator[Because]:
-    """By how much lr would have to grow without decay (`advise schedule` writes it out)."""
+def _schedule(layers: list[RecordedLayer], said: list[str]) -> Iterator[Because]:
+    """By how much lr would have to grow without decay (`advise schedule` writes it out).
+
+    `said`: the layers that the sentence before is about.
+    """
     if not layers:
         return
     first = max(layers, key=lambda layer: layer.total_exposure or 0.0)  # one may be frozen early
@@ -63,7 +66,9 @@ def _schedule(layers: list[RecordedLayer]) -> Iterator[Because]:
         return  # one schedule is for layers that are stepped alike
     factor = math.exp(min(power * exposure, 700))
     if factor <= RULES.raised_at_most:
-        yield because(Reason.SCHEDULE, exposure=exposure, power=power, factor=factor)
+        names = [name for layer in layers for name in layer.members or (layer.name,)]
+        some = [] if names == said else names
+        yield because(Reason.SCHEDULE, some=some, exposure=exposure, power=power, factor=factor)
 
 
 def _of_function(run: Run, jacobian: Finding) -> Iterator[Because]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, geometric_mean
 from typing import Any
 
+from decaylab.diagnosis.comparable import clipped_otherwise
 from decaylab.diagnosis.effects import (
     Change,
     ComparedWith,
@@ -241,13 +242,17 @@ def _turned(compared: Comparison, damping: Finding) -> Finding:
     )
     clipped = max(run.clipped, baseline.clipped if baseline is not None else 0.0)
     invariant = any(layer.invariant for layer in layers)
-    if clipped and (unknown or kfac_clipped) and (invariant or not recorded):
-        return _cannot_tell(mechanism, because(Reason.CLIPPED, share=clipped), Reason.NO_CLIPPING)
+    lawless = any(replace(layer, clipped=False).law.norm_power is None for layer in unknown)
+    angles = baseline is None and all("rotation" in layer.series for layer in layers)
+    alike = baseline is None or clipped_otherwise(run, baseline) is None
+    shown = alike and not (kfac_clipped and invariant)  # by how far both runs turn
+    remedies = [Reason.GIVE_BASELINE] if angles and shown else []
+    if clipped and (unknown or kfac_clipped) and not lawless and not (shown and recorded):
+        reason = because(Reason.CLIPPED, share=clipped)
+        return _cannot_tell(mechanism, reason, *remedies, Reason.NO_CLIPPING)
     if unknown and not recorded:
         changed = any(layer.changed_law or layer.own_lr for layer in layers)
-        angles = baseline is None and all("rotation" in layer.series for layer in layers)
-        remedies = [Reason.GIVE_BASELINE] if angles or changed else []
-        remedies += [] if changed else [Reason.NAME_THE_LAW]
+        remedies = [Reason.GIVE_BASELINE] if changed else [*remedies, Reason.NAME_THE_LAW]
         return _cannot_tell(mechanism, because(Reason.LAW_UNKNOWN), *remedies)
     if all(layer.natural for layer in both):
         return _turned_by_kfac(compared, layers, damping)

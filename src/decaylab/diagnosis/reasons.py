@@ -309,8 +309,8 @@ class Reason(Enum):
     NO_EFFECT = "In this run decay of these layers has no effect: it could be left out."
     NO_EFFECT_YET = "So far, decay of these layers has no effect."
     SCHEDULE = (
-        "To move these layers as far without decay, raise their learning rate over the run, to"
-        " {power:at least}{factor:times} at the end: `{places:schedule}` writes the schedule."
+        "To move {some:these layers} as far without decay, raise their learning rate over the run,"
+        " to {power:at least}{factor:times} at the end: `{places:schedule}` writes the schedule."
     )
     REACTS_LESS = (
         "Decay of the layers whose size counts ({counting:counting}) changes the function: the"

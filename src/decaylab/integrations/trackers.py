@@ -12,12 +12,11 @@ the records (`effective_lr/features.0`); values that are not finite are sent unc
 
 import re
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decaylab.errors import needed
+from decaylab.errors import needed, warn_user
 from decaylab.records import Row, Tracker
 
 __all__ = ["MLflow", "TensorBoard", "Tracker", "WandB"]
@@ -173,4 +172,4 @@ def _finish(name: str, close: Any) -> None:
         close()
     except Exception as error:
         text = f"{name} could not be closed: {type(error).__name__}: {error}"
-        warnings.warn(text, stacklevel=3)
+        warn_user(text)

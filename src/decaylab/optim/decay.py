@@ -17,7 +17,6 @@ The paper's SGD cells decay inside the momentum: that is kind `l2` here (recipe 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 from weakref import WeakSet
@@ -25,7 +24,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from decaylab.errors import NOT_NEGATIVE, Lacks, check_name
+from decaylab.errors import NOT_NEGATIVE, Lacks, check_name, warn_user
 from decaylab.networks import ParameterRole, roles
 from decaylab.optim.decay_operator import DecayOperator
 from decaylab.optim.optimizer_behaviour import behaviour, decay_setting, is_torchs, unwrapped
@@ -231,10 +230,9 @@ def decay_of(
         return USUAL_KINDS[operator.kind], weight_decay
     if optimizer is not None and optimizer not in _warned_of:
         _warned_of.add(optimizer)
-        warnings.warn(
+        warn_user(
             f"the weight decay of {type(optimizer).__name__} is none of the known kinds and counts"
-            ' as L2; if that is wrong, set "decay" in the param groups (docs/extend.md)',
-            stacklevel=2,
+            ' as L2; if that is wrong, set "decay" in the param groups (docs/extend.md)'
         )
     return "l2", weight_decay
 

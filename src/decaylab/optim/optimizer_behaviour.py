@@ -53,6 +53,7 @@ SIZES = ((1.0, 0.1, 0.0), (0.3, 1.0, 0.3))
 
 What depends on them, as a clip, an eps or AdamP's projection does, is neither law nor kind."""
 SETTING = bool | str | float | tuple  # of a group; whole numbers may count steps
+MOMENTUM_STEPS = 200  # after which the corrections of a beginning are small
 TOLERANCE = 0.02  # relative; of the power: 0.05
 WRAPPERS = ("accelerate", "lightning", "pytorch_lightning")
 ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
@@ -75,6 +76,7 @@ class Behaviour:
         power: 2 (SGD), 1 (Adam) or 0 (K-FAC, LAMB): the effective learning rate is lr/|W|^power.
         second_moment: whether it keeps a running mean of squared gradients, as Adam does.
         as_sgd: whether its steps are those of torch's SGD with the same decay and momentum.
+        momentum: the part of a step that the next one keeps, but for a factor of both.
         operator: what its decay is in full.
     """
 
@@ -82,6 +84,7 @@ class Behaviour:
     power: int | None = None
     second_moment: bool = False
     as_sgd: bool = False
+    momentum: float | None = field(default=None, compare=False)
     operator: DecayOperator = field(default=UNKNOWN, compare=False, repr=False)
 
 
@@ -127,6 +130,15 @@ def decay_setting(optimizer: torch.optim.Optimizer | None, group: Mapping[str, A
         decaying = (name for name, seen in tried.items() if seen and seen.kind not in NO_DECAY)
         _settings[optimizer] = next(decaying, USUAL_SETTING)
     return _settings[optimizer]
+
+
+def momentum_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float | None:
+    """Its setting; of one that names it otherwise, or not at all, what was measured, or None."""
+    optimizer = unwrapped(optimizer)
+    named = group.get("momentum")
+    if named is not None or is_torchs(optimizer):
+        return float(named or 0.0)
+    return behaviour(optimizer, group).momentum
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
@@ -306,10 +318,10 @@ class Replica:
             train()  # schedule-free ones step in this mode alone
         return replica
 
-    def of_sgd(self, weight: Tensor) -> Replica:
-        """The same of torch's SGD, with this one's momentum."""
+    def of_sgd(self, weight: Tensor, momentum: float | None) -> Replica:
+        """The same of torch's SGD, with this momentum."""
         sgd = torch.optim.SGD([weight], weight_decay=WEIGHT_DECAY)
-        if momentum := self.group.get("momentum"):
+        if momentum:
             more = {name: self.group.get(name) or 0 for name in ("dampening", "nesterov")}
             sgd.param_groups[0].update(momentum=momentum, **more)
         group = sgd.param_groups[0]
@@ -334,6 +346,24 @@ class Replica:
             points.append(weight.detach().clone())
         return points, any("exp_avg_sq" in state for state in stepped.state.values())
 
+    def momentum(self) -> float | None:
+        """The a of step = a (step before) + b gradient; None if steps are of another form.
+
+        The gradient's entries are 1 and -1, so that dividing by their sizes changes nothing.
+        """
+        weight = self.matrix().requires_grad_()
+        optimizer, before = self.new([weight], 0.0), torch.zeros_like(weight)
+        step = before
+        for seed in range(MOMENTUM_STEPS):
+            before, start = step, weight.detach().clone()
+            weight.grad = self.drawn(seed).sign()
+            optimizer.step()
+            step = weight.detach() - start
+        parts = torch.stack([before.flatten(), self.drawn(seed).sign().flatten()], dim=1)
+        fitted = torch.linalg.lstsq(parts, step.flatten()).solution
+        fits = _close(parts @ fitted, step.flatten())
+        return max(0.0, round(float(fitted[0]), 4)) if fits else None
+
 
 def _flags(optimizer: torch.optim.Optimizer) -> dict[str, bool | str]:
     """Those that some keep beside their param groups."""
@@ -343,22 +373,27 @@ def _flags(optimizer: torch.optim.Optimizer) -> dict[str, bool | str]:
 
 def _experiment(trial: Replica) -> Behaviour:
     """What is the same at matrices and gradients of two sizes."""
-    first, second = (_at(trial, *sizes) for sizes in SIZES)
+    named = trial.group.get("momentum")
+    momentum = trial.momentum() if named is None else float(named)
+    first, second = (_at(trial, momentum, *sizes) for sizes in SIZES)
     return Behaviour(
         power=first.power if first.power == second.power else None,
         second_moment=first.second_moment,
         as_sgd=first.as_sgd and second.as_sgd,
+        momentum=momentum,
     )
 
 
-def _at(trial: Replica, matrix: float, size: float, along: float) -> Behaviour:
+def _at(
+    trial: Replica, momentum: float | None, matrix: float, size: float, along: float
+) -> Behaviour:
     start = matrix * trial.matrix()
     drawn = [size * trial.drawn(seed) for seed in range(1, STEPS + 1)]
     gradients = [g + (along - (g * start).sum() / start.square().sum()) * start for g in drawn]
     plain, remembers = trial.path(start, gradients)
     larger, _ = trial.path(LARGER * start, [gradient / LARGER for gradient in gradients])
     decayed, _ = trial.path(start, gradients, weight_decay=WEIGHT_DECAY)
-    by_sgd, _ = trial.of_sgd(start).path(start, gradients, weight_decay=WEIGHT_DECAY)
+    by_sgd, _ = trial.of_sgd(start, momentum).path(start, gradients, weight_decay=WEIGHT_DECAY)
     return Behaviour(
         power=_power(plain, larger),
         second_moment=remembers,

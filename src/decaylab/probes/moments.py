@@ -15,7 +15,7 @@ from decaylab.probes.registry import Moment, Probe, register
 
 # By its name in the state, the setting that says which part of it a step keeps; None: all of it.
 KEPT: dict[str, tuple[str, ...] | None] = {
-    "exp_avg_sq": ("betas",),  # Adam and its kin
+    "exp_avg_sq": ("betas", "beta2"),  # Adam and its kin
     "exp_avg_var": ("betas",),  # AdaBelief: of g - m
     "square_avg": ("alpha", "rho"),  # RMSprop, Adadelta
     "sum": None,  # Adagrad

@@ -1,16 +1,19 @@
 """What a probe returns: numbers by layer, each with its standard error, unit and name."""
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from decaylab.errors import warn_user
+
+MOST_NAMES = 4  # in a sentence
+
 
 class NonFiniteWarning(UserWarning):
-    """A probe measured something that is not a finite number; the message names the layers."""
+    """A probe measured something that is not a finite number; the message names some layers."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Reading:
 
     def __post_init__(self) -> None:
         if self.non_finite:
-            warnings.warn(self.not_finite_sentence(), NonFiniteWarning, stacklevel=3)
+            warn_user(self.not_finite_sentence(), NonFiniteWarning)
 
     @property
     def non_finite(self) -> tuple[str, ...]:
@@ -46,8 +49,10 @@ class Reading:
         return tuple(bad)
 
     def not_finite_sentence(self) -> str:
-        """What is not finite, with the layers' names."""
-        return f"{self.name} is not finite: {', '.join(self.non_finite)}"
+        """What is not finite, with the names of some layers."""
+        bad = self.non_finite
+        more = f" and {len(bad) - MOST_NAMES} more" if len(bad) > MOST_NAMES else ""
+        return f"{self.name} is not finite: {', '.join(bad[:MOST_NAMES])}{more}"
 
     def rows(self) -> dict[str, float]:
         """The values under the names they have in records: `name` and `name/layer`.

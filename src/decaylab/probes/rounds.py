@@ -101,6 +101,7 @@ class Rounds:
         self._observer.count(1)
 
     # ------------------------------------------------------------ hooks
+    # Where the step is compiled, they run as they are: what they call is not traced.
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         before = optimizer.register_step_pre_hook(self._step_begins)
@@ -114,6 +115,7 @@ class Rounds:
         for handle in self._handles.pop(optimizer, []):
             handle.remove()
 
+    @torch._disable_dynamo
     def _step_begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -132,6 +134,7 @@ class Rounds:
         except Exception as error:
             self._observer.failed("snapshot", error)
 
+    @torch._disable_dynamo
     def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._inside is not optimizer or _inner(optimizer):
             return
@@ -159,6 +162,7 @@ class Rounds:
     def _hear_of_others(self) -> Any:
         reference = weakref.ref(self)
 
+        @torch._disable_dynamo
         def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             alive = reference()
             if alive is None or optimizer in alive._handles:

@@ -13,7 +13,7 @@ from torch import Tensor
 from decaylab.optim.decay import decay_of, learning_rate, lost_to_rounding
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import law_of
-from decaylab.optim.optimizer_behaviour import behaviour, is_torchs, unwrapped
+from decaylab.optim.optimizer_behaviour import behaviour, is_torchs, momentum_of, unwrapped
 from decaylab.probes.layers import Layers, stepped_by
 from decaylab.probes.moments import kept
 from decaylab.records.settings import LayerSettings
@@ -98,7 +98,7 @@ def _memory(
         if not beta2 and _as_adam(optimizer, group):
             beta2 = float(group["betas"][1])
     else:
-        values["momentum"] = float(group.get("momentum", 0.0))
+        values["momentum"] = momentum_of(optimizer, group)
         if values["momentum"] and group.get("dampening"):
             values["dampening"] = float(group["dampening"])
         if values["momentum"] and group.get("nesterov"):

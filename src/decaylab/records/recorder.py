@@ -6,11 +6,11 @@ since a disk may be full.
 """
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from decaylab.errors import warn_user
 from decaylab.records.packing import read_contents
 from decaylab.records.recording import LOGGED, Recording, recording_of
 from decaylab.records.rows import (
@@ -166,7 +166,7 @@ class Recorder:
             return
         message = trouble if isinstance(trouble, str) else f"{type(trouble).__name__}: {trouble}"
         text = f"watch: {name} at step {self._now()[0]}: {message}"
-        warnings.warn(f"{text} (shown once; training continues)", stacklevel=3)
+        warn_user(f"{text} (shown once; training continues)")
 
     def _show(self, rows: Sequence[Row]) -> None:
         if not rows:

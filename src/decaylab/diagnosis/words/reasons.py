@@ -144,6 +144,9 @@ KINDS: dict[str, Callable[[Any], str]] = {
     "names": names,
     "layer": layer_name,
     "counting": _counting,
+    "these layers": lambda some: (
+        f"the scale-invariant ones ({names(some)})" if some else "these layers"
+    ),
     "and the": " and the ".join,
     "counts": lambda counts: ", ".join(f"{kind} in {count}" for kind, count in counts.items()),
     "value": _value,

@@ -20,7 +20,7 @@ from decaylab.optim.laws.schedule_free import ScheduleFree
 from decaylab.optim.laws.sgd import Sgd
 from decaylab.optim.laws.shampoo import Shampoo
 from decaylab.optim.laws.unknown import Unknown
-from decaylab.optim.optimizer_behaviour import behaviour, is_torchs, unwrapped
+from decaylab.optim.optimizer_behaviour import behaviour, is_torchs, momentum_of, unwrapped
 from decaylab.records.settings import LayerSettings
 
 __all__ = [
@@ -116,7 +116,7 @@ def _made(kind: str, memory: float, beta2: float | None, *, nesterov: bool) -> L
 def law_for(settings: LayerSettings) -> Law:
     """The law that recorded settings of a layer say."""
     momentum, beta1, beta2 = (settings.momentum, settings.beta1, settings.beta2)
-    memory = momentum if momentum is not None else beta1 or 0.0
+    memory = next((known for known in (momentum, beta1) if known is not None), math.nan)
     if beta2 is not None and math.isnan(beta2):
         return Unknown()  # which gradients it divides by is not known
     beta2 = None if beta2 is None else min(beta2, NEVER_FORGETS)
@@ -139,7 +139,7 @@ def law_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Law:
     kind, base = _kind(optimizer, group), unwrapped(optimizer)
     betas = group.get("betas")
     betas = betas if isinstance(betas, tuple | list) and len(betas) > 1 else None
-    momentum = float(group.get("momentum") or 0.0)
+    momentum = math.nan if (known := momentum_of(optimizer, group)) is None else known
     memory = float(betas[0]) if betas and kind not in ("sgd", "kfac") else momentum
     beta2 = float(betas[1]) if betas else group.get("alpha")
     nesterov = bool(group.get("nesterov", kind == "muon")) or isinstance(base, torch.optim.NAdam)
@@ -206,8 +206,8 @@ def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     if decay == "scaled":
         return math.nan
     if decay == "l2" and sums_up(optimizer, group):
-        momentum, dampening = (float(group.get(k) or 0.0) for k in ("momentum", "dampening"))
-        return Sgd(momentum, dampening).shrink(strength, decay, lr)
+        momentum, dampening = momentum_of(optimizer, group), float(group.get("dampening") or 0.0)
+        return Sgd(momentum or 0.0, dampening).shrink(strength, decay, lr)
     # torch's others all take what the kind says, and betas on the device are not waited for
     law = Unknown() if is_torchs(unwrapped(optimizer)) else law_of(optimizer, group)
     return law.shrink(strength, decay, lr)

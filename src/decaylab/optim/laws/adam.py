@@ -1,5 +1,6 @@
 """Adam's law, also that of RMSprop, Adagrad, NAdam and others that divide by gradient sizes."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -26,14 +27,15 @@ class Adam(Law):
         """1."""
         return 1
 
-    def correlation(self) -> float:
+    def correlation(self) -> float | None:
         """(1 + beta1) / (1 - beta1); NAdam's less (`momentum_correlation`)."""
         return momentum_correlation(self.beta1, nesterov=self.nesterov)
 
     @property
     def adam_betas(self) -> tuple[float, float] | None:
-        """None if nothing like v is remembered."""
-        return None if self.beta2 is None else (self.beta1, self.beta2)
+        """None if nothing like v is remembered; a beta1 that is not known, nan, counts as 0."""
+        beta1 = 0.0 if math.isnan(self.beta1) else self.beta1
+        return None if self.beta2 is None else (beta1, self.beta2)
 
     def clipped(self) -> Law:
         """Its second moment does not follow the norm."""

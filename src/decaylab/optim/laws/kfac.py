@@ -33,6 +33,6 @@ class Kfac(Law):
             return 0.0
         return 1.0 if share is None else 2.0 * share - 1.0
 
-    def correlation(self) -> float:
+    def correlation(self) -> float | None:
         """That of its momentum (`momentum_correlation`), on either side of the preconditioner."""
         return momentum_correlation(self.momentum, nesterov=self.nesterov)

@@ -132,7 +132,7 @@ def shrink_for_norm(growth: float, at: float, norm: float, e: float) -> float:
     return growth * (norm / at) ** (2 * e) / (2 * norm**2)
 
 
-def momentum_correlation(momentum: float, *, nesterov: bool = False) -> float:
+def momentum_correlation(momentum: float, *, nesterov: bool = False) -> float | None:
     """C of a momentum m over independent gradients: (sum of its weights)^2 / (sum of squares).
 
     Plain, with weights m^k: (1 + m) / (1 - m). Nesterov's g + m buffer has the weights 1 + m, m^2,
@@ -142,6 +142,8 @@ def momentum_correlation(momentum: float, *, nesterov: bool = False) -> float:
     (19.0, 14.157973)
     """
     m = momentum
+    if math.isnan(m):
+        return None
     if not nesterov:
         return (1 + m) / (1 - m)
     return 1 / (1 - m) ** 2 / ((1 + m) ** 2 + m**4 / (1 - m**2))

@@ -25,6 +25,6 @@ class Muon(Law):
         """1: the step has one length."""
         return 1
 
-    def correlation(self) -> float:
+    def correlation(self) -> float | None:
         """That of its momentum (`momentum_correlation`)."""
         return momentum_correlation(self.momentum, nesterov=self.nesterov)

@@ -26,7 +26,7 @@ class Sgd(Law):
         """2 (Eq. 9)."""
         return 2
 
-    def correlation(self) -> float:
+    def correlation(self) -> float | None:
         """(1 + m) / (1 - m), Nesterov's less (`momentum_correlation`)."""
         return momentum_correlation(self.momentum, nesterov=self.nesterov)
 
