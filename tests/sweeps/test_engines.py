@@ -197,6 +197,16 @@ def test_two_processes_share_a_search_and_its_winner_is_that_of_one(tmp_path):
     assert numbers(tmp_path / "shared/searched/runs") == numbers(tmp_path / "alone/searched/runs")
 
 
+def test_two_processes_share_a_search_by_tpe_and_know_its_end(tmp_path):
+    pytest.importorskip("optuna")
+    tpe = [*SEARCH, "--lr", "0.0001,0.01", "--method", "tpe", "--trials", "3", "--jobs", "2"]
+    shared = one_process(tpe, tmp_path)
+    assert "3 runs in 2 jobs" in shared
+    assert "3 of 3 runs ended, 0 left" in shared
+    assert "winner: lr" in shared
+    assert "3 of 3 runs ended, 0 left" in one_process(tpe, tmp_path)  # and makes none
+
+
 def test_two_processes_share_the_arms_of_an_attribution(tmp_path):
     spec = tmp_path / "spec.toml"
     text = 'hidden = [8]\nepochs = 1\ndecay = "l2"\nweight_decay = 0.01\nbatch_size = 256\n'

@@ -255,5 +255,7 @@ def test_what_cannot_be_searched_is_refused():
         plan(space={"lr": [0.0, 0.1]})
     with refuses(UnknownName, kind="method", name="random"):
         plan(method="random")
+    with refuses(Lacks, owner="a search by TPE"):  # which would draw one point for ever
+        plan(method="tpe", space={"lr": [0.1]})
     with refuses(Lacks, owner="the search"):
         plan(space={})

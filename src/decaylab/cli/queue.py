@@ -32,7 +32,13 @@ from decaylab.sweeps.engines.local import ending_with_parent
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, has_ended
 from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, Entry, QueueFile, SearchEntry
-from decaylab.sweeps.search import SEARCHED, SearchPlan, first_specs, read_winner
+from decaylab.sweeps.search import (
+    SEARCHED,
+    SearchPlan,
+    count_drawn,
+    first_specs,
+    read_winner,
+)
 from decaylab.sweeps.worker import SOON, Worker, WorkerOptions
 from decaylab.text_table import Column, TextTable, in_words
 from decaylab.training import RunSpec
@@ -176,9 +182,11 @@ class Queue:
 
     def _work(self, entry: Entry) -> Work:
         if isinstance(entry, SearchEntry):
-            specs = first_specs(_search_plan(entry))
-            searched = [PlannedRun(s, (), ("search",), entry.tier) for s in specs]
-            return Work(self.searches, searched, _ended(searched, self.searches))
+            search = _search_plan(entry)
+            planned = [PlannedRun(s, (), ("search",), entry.tier) for s in first_specs(search)]
+            drawn = planned[: count_drawn(search, self.runs / "searched")]
+            done = _ended(planned, self.searches) | {run.spec.id for run in drawn}
+            return Work(self.searches, planned, done)
         assert isinstance(entry, ArtefactEntry)
         if entry.again:
             return self.remaking(entry)
@@ -231,8 +239,10 @@ class Queue:
         return with_doubt(chosen, FinishedRuns(self.store), entry.tier)
 
     def is_searched(self, search: SearchPlan) -> bool:
-        """Whether there is a winner, chosen among at least the values of this search."""
+        """Whether there is a winner of at least the values of this search, or of TPE's runs."""
         winner = read_winner(self.runs / "searched" / f"{search.name}.toml", search)
+        if winner is not None and search.method == "tpe":
+            return winner.trials >= search.trials
         return winner is not None and all(
             set(values) <= set(winner.tried.get(name, ())) for name, values in search.space.items()
         )

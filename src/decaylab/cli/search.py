@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -18,7 +19,14 @@ from decaylab.paper import artefacts, cells
 from decaylab.paper.searches import cell_plan, default_space, search_probe
 from decaylab.records import RunStore
 from decaylab.sweeps.plan import PlannedRun
-from decaylab.sweeps.search import Search, SearchPlan, first_specs, on_all_images, on_edge
+from decaylab.sweeps.search import (
+    Search,
+    SearchPlan,
+    count_drawn,
+    first_specs,
+    on_all_images,
+    on_edge,
+)
 from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.training import RunSpec
 
@@ -93,7 +101,8 @@ def search_command(
         words += options.flags(scheme=scheme, tier=tier, method=method, trials=trials)
         words += ["--widen" if widen else "--no-widen", *options.flags(**ranges)]
         planned = [PlannedRun(s, purposes=("search",), tier=plan.tier) for s in first_specs(plan)]
-        work = Work(words, planned, "searched/runs", shared=True)
+        drawn = partial(count_drawn, plan, runs / "searched")
+        work = Work(words, planned, "searched/runs", shared=True, drawn=drawn)
         submit(work, training, engine, digits=on_digits, stream=sys.stdout)
         if engine.leaves:
             return

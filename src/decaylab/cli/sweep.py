@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TextIO
@@ -30,14 +30,13 @@ from decaylab.sweeps.engines.local import LocalEngine
 from decaylab.sweeps.engines.ray import RayEngine
 from decaylab.sweeps.engines.slurm import SlurmEngine
 from decaylab.sweeps.estimate import Estimator
-from decaylab.sweeps.plan import PlannedRun
+from decaylab.sweeps.plan import PlannedRun, has_ended
 from decaylab.sweeps.sweep import (
     Submission,
     Sweep,
     assignments,
     check_owners,
     folder_of,
-    left_of,
     make_jobs,
     pack,
     read_sweep,
@@ -142,16 +141,22 @@ class Work:
 
     Attributes:
         command: words of `decaylab`, which makes all of them.
-        planned: the runs, as far as they are known before.
+        planned: the runs, as far as they are known before; else others that stand for them.
         folder: of the store that holds them, in the folder of runs.
         shared: whether every job is the whole command, and each takes what the others have not
             begun (a search, whose runs follow from each other); else a job has runs of its own.
+        drawn: how many of the runs that others stand for have ended by now.
     """
 
     command: Sequence[str]
     planned: Sequence[PlannedRun]
     folder: str = ""
     shared: bool = False
+    drawn: Callable[[], int] = lambda: 0
+
+    def left(self, store: RunStore) -> list[PlannedRun]:
+        """The runs that have not ended."""
+        return [run for run in self.planned[self.drawn() :] if not has_ended(run, store)]
 
 
 def submit(
@@ -178,7 +183,7 @@ def submit(
     for _ in range(SUBMISSIONS):
         # jobs first: one that ends between the two looks leaves its runs finished
         busy = under_way(sweep, runs) if how.engine == "slurm" else set()
-        left = left_of(work.planned, store)
+        left = work.left(store)
         if left == before:  # what failed once more would do so again
             break
         before = left
@@ -221,7 +226,7 @@ def submit(
             return
         while how.engine == "slurm" and under_way(sweep, runs):
             time.sleep(2.0)
-    left = left_of(work.planned, store)
+    left = work.left(store)
     count = len(work.planned)
     say(f"{count - len(left)} of {count} runs ended, {len(left)} left", stream=stream)
     if how.engine == "slurm" and left:

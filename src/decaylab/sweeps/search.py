@@ -19,6 +19,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 import decaylab
 from decaylab.errors import POSITIVE, Damaged, DecaylabError, Lacks, check_name, needed
 from decaylab.records import RunFolder, RunStore
@@ -73,6 +75,8 @@ class SearchPlan:
             raise Lacks("a search by lines", "weight decays to begin with", "give some")
         if not self.space:
             raise Lacks("the search", "values", "give some of lr, weight_decay or damping")
+        if self.method == "tpe" and all(len({*values}) == 1 for values in self.space.values()):
+            raise Lacks("a search by TPE", "range", "give two values or more of a setting")
 
     def score(self, value: float) -> float:
         """What the search maximises, from a value of the row `by`."""
@@ -323,14 +327,28 @@ def grid_specs(plan: SearchPlan) -> list[RunSpec]:
 
 
 def first_specs(plan: SearchPlan) -> list[RunSpec]:
-    """About what a search makes, for an estimate: of its second line, at some weight decay."""
+    """About what a search makes, for an estimate: of its second line, at some weight decay.
+
+    Of TPE, which draws each point when its turn comes, as many points all over the ranges.
+    """
     if plan.method == "tpe":
-        return [plan.spec({})] * plan.trials
+        shares = [(number + 0.5) / plan.trials for number in range(plan.trials)]
+        ends = {name: (min(values), max(values)) for name, values in plan.space.items()}
+        points = ({n: low ** (1 - s) * high**s for n, (low, high) in ends.items()} for s in shares)
+        return [plan.spec(point) for point in points]
     if plan.method == "grid":
         return grid_specs(plan)
     decays = sorted(plan.space["weight_decay"])
     lines = first_line(plan), second_line(plan, decays[len(decays) // 2])
     return list({spec.id: spec for line in lines for spec in grid_specs(line)}.values())
+
+
+def count_drawn(plan: SearchPlan, folder: Path) -> int:
+    """How many runs of a search by TPE have ended: so many of `first_specs` need not be made."""
+    if plan.method != "tpe":
+        return 0
+    search = Search(plan, folder, WorkerOptions(torch.device("cpu")))
+    return sum(trial.ended for trial in search.trials())
 
 
 def first_line(plan: SearchPlan) -> SearchPlan:
