@@ -14,7 +14,7 @@ from sweeps.records import numbers
 from typer.testing import CliRunner
 
 from decaylab.cli import app
-from decaylab.errors import BadValue, Lacks, Misplaced, UnknownName
+from decaylab.errors import BadValue, DecaylabError, Lacks, Misplaced, UnknownName
 from decaylab.sweeps.engines import Job
 from decaylab.sweeps.engines.local import LocalEngine
 from decaylab.sweeps.engines.slurm import SlurmEngine
@@ -231,6 +231,20 @@ def test_two_processes_work_off_a_queue_and_a_command_of_it_once(tmp_path):
     printed = one_process(["reproduce", "--queue", str(queue), "--jobs", "2"], tmp_path / "runs")
     assert "4 of 4 runs ended, 0 left" in printed
     assert made.read_text() == "x"
+
+
+def test_a_queue_without_runs_to_divide_is_worked_off_here_or_refused(tmp_path):
+    made, queue = tmp_path / "made", tmp_path / "queue.toml"
+    script = f"import pathlib; pathlib.Path({str(made)!r}).write_text('x')"
+    queue.write_text(
+        '[[entry]]\nname = "pairs"\nreproduce = "table2"\ntier = "smoke"\nhold = "later"\n'
+        '[[entry]]\nname = "file"\nminutes = 1\n'
+        f"command = {json.dumps(['python', '-c', script])}\nwrites = {json.dumps(str(made))}\n"
+    )
+    words = ["reproduce", "--queue", str(queue), "--jobs", "2"]
+    assert type(refused(*words, "--runs", tmp_path, "--engine", "slurm")) is DecaylabError
+    one_process(words, tmp_path / "runs")
+    assert made.exists()
 
 
 @pytest.mark.parametrize(
