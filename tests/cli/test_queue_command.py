@@ -10,7 +10,6 @@ from pathlib import Path
 from select import select as readable
 
 import pytest
-import torch
 from report.synthetic import write_run
 from typer.testing import CliRunner
 
@@ -31,6 +30,7 @@ from decaylab.training import TrainingRun
 ROOT = Path(__file__).parents[2]
 QUEUE = ROOT / "results" / "queue.toml"
 runner = CliRunner()
+pytestmark = pytest.mark.usefixtures("one_thread")
 TABLE2 = """
 [[entry]]
 name = "pairs"
@@ -79,14 +79,6 @@ RowWriter.append = append_and_die
 main()
 """
 """The command line, killed as soon as so many runs (its last word) have records."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
