@@ -197,6 +197,16 @@ def test_two_processes_share_a_search_and_its_winner_is_that_of_one(tmp_path):
     assert numbers(tmp_path / "shared/searched/runs") == numbers(tmp_path / "alone/searched/runs")
 
 
+def test_two_processes_share_a_search_by_lines_and_know_its_end(tmp_path):
+    """Its second line has the best decay of the first, which nobody knows before."""
+    lines = [*SEARCH, "--lr", "0.0003,0.001,0.003", "--method", "lines", "--no-widen"]
+    lines += ["--weight-decay", "1e-5,1e-2,100"]
+    shared = one_process([*lines, "--jobs", "2"], tmp_path)
+    assert "5 runs in 2 jobs" in shared
+    assert "5 of 5 runs ended, 0 left" in shared
+    assert "weight_decay 1e-05" in shared
+
+
 def test_two_processes_share_a_search_by_tpe_and_know_its_end(tmp_path):
     pytest.importorskip("optuna")
     tpe = [*SEARCH, "--lr", "0.0001,0.01", "--method", "tpe", "--trials", "3", "--jobs", "2"]

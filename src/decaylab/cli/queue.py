@@ -32,13 +32,7 @@ from decaylab.sweeps.engines.local import ending_with_parent
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, has_ended
 from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, Entry, QueueFile, SearchEntry
-from decaylab.sweeps.search import (
-    SEARCHED,
-    SearchPlan,
-    count_drawn,
-    first_specs,
-    read_winner,
-)
+from decaylab.sweeps.search import SEARCHED, SearchPlan, made_and_left, read_winner
 from decaylab.sweeps.worker import SOON, Worker, WorkerOptions
 from decaylab.text_table import Column, TextTable, in_words
 from decaylab.training import RunSpec
@@ -183,10 +177,9 @@ class Queue:
     def _work(self, entry: Entry) -> Work:
         if isinstance(entry, SearchEntry):
             search = _search_plan(entry)
-            planned = [PlannedRun(s, (), ("search",), entry.tier) for s in first_specs(search)]
-            drawn = planned[: count_drawn(search, self.runs / "searched")]
-            done = _ended(planned, self.searches) | {run.spec.id for run in drawn}
-            return Work(self.searches, planned, done)
+            made, left = made_and_left(search, self.runs / "searched")
+            planned = [PlannedRun(s, (), ("search",), entry.tier) for s in (*made, *left)]
+            return Work(self.searches, planned, frozenset(spec.id for spec in made))
         assert isinstance(entry, ArtefactEntry)
         if entry.again:
             return self.remaking(entry)

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -22,8 +21,8 @@ from decaylab.sweeps.plan import PlannedRun
 from decaylab.sweeps.search import (
     Search,
     SearchPlan,
-    count_drawn,
     first_specs,
+    made_and_left,
     on_all_images,
     on_edge,
 )
@@ -100,9 +99,15 @@ def search_command(
         words = ["search", *(cell or ["--config", str(config)])]
         words += options.flags(scheme=scheme, tier=tier, method=method, trials=trials)
         words += ["--widen" if widen else "--no-widen", *options.flags(**ranges)]
-        planned = [PlannedRun(s, purposes=("search",), tier=plan.tier) for s in first_specs(plan)]
-        drawn = partial(count_drawn, plan, runs / "searched")
-        work = Work(words, planned, "searched/runs", shared=True, drawn=drawn)
+
+        def planned_runs(specs: list[RunSpec]) -> list[PlannedRun]:
+            return [PlannedRun(s, purposes=("search",), tier=plan.tier) for s in specs]
+
+        def left() -> list[PlannedRun]:
+            return planned_runs(made_and_left(plan, runs / "searched")[1])
+
+        planned = planned_runs(first_specs(plan))
+        work = Work(words, planned, "searched/runs", shared=True, left=left)
         submit(work, training, engine, digits=on_digits, stream=sys.stdout)
         if engine.leaves:
             return

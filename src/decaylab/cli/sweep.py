@@ -141,22 +141,24 @@ class Work:
 
     Attributes:
         command: words of `decaylab`, which makes all of them.
-        planned: the runs, as far as they are known before; else others that stand for them.
+        planned: the runs, as far as they are known before.
         folder: of the store that holds them, in the folder of runs.
         shared: whether every job is the whole command, and each takes what the others have not
             begun (a search, whose runs follow from each other); else a job has runs of its own.
-        drawn: how many of the runs that others stand for have ended by now.
+        left: gives what is left by now, where that is not what has not ended of `planned`.
     """
 
     command: Sequence[str]
     planned: Sequence[PlannedRun]
     folder: str = ""
     shared: bool = False
-    drawn: Callable[[], int] = lambda: 0
+    left: Callable[[], Sequence[PlannedRun]] | None = None
 
-    def left(self, store: RunStore) -> list[PlannedRun]:
-        """The runs that have not ended."""
-        return [run for run in self.planned[self.drawn() :] if not has_ended(run, store)]
+    def left_in(self, store: RunStore) -> Sequence[PlannedRun]:
+        """The runs that are left."""
+        if self.left is not None:
+            return self.left()
+        return [run for run in self.planned if not has_ended(run, store)]
 
 
 def submit(
@@ -179,11 +181,11 @@ def submit(
     sweep = read_sweep(name, runs) or Sweep(name, command, folder=work.folder)
     engine = _engine(name, folder_of(name, runs), training, how, gpus)
     statuses: list[JobStatus] = []
-    before: list[PlannedRun] | None = None
+    before: Sequence[PlannedRun] | None = None
     for _ in range(SUBMISSIONS):
         # jobs first: one that ends between the two looks leaves its runs finished
         busy = under_way(sweep, runs) if how.engine == "slurm" else set()
-        left = work.left(store)
+        left = work.left_in(store)
         if left == before:  # what failed once more would do so again
             break
         before = left
@@ -226,7 +228,7 @@ def submit(
             return
         while how.engine == "slurm" and under_way(sweep, runs):
             time.sleep(2.0)
-    left = work.left(store)
+    left = work.left_in(store)
     count = len(work.planned)
     say(f"{count - len(left)} of {count} runs ended, {len(left)} left", stream=stream)
     if how.engine == "slurm" and left:

@@ -14,6 +14,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
@@ -25,7 +26,7 @@ import decaylab
 from decaylab.errors import POSITIVE, Damaged, DecaylabError, Lacks, check_name, needed
 from decaylab.records import RunFolder, RunStore
 from decaylab.records.files import replace_text
-from decaylab.sweeps.plan import EpochProbe, PlannedRun
+from decaylab.sweeps.plan import EpochProbe, PlannedRun, has_ended
 from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.training import Progress, RunSpec
 
@@ -343,12 +344,23 @@ def first_specs(plan: SearchPlan) -> list[RunSpec]:
     return list({spec.id: spec for line in lines for spec in grid_specs(line)}.values())
 
 
-def count_drawn(plan: SearchPlan, folder: Path) -> int:
-    """How many runs of a search by TPE have ended: so many of `first_specs` need not be made."""
-    if plan.method != "tpe":
-        return 0
-    search = Search(plan, folder, WorkerOptions(torch.device("cpu")))
-    return sum(trial.ended for trial in search.trials())
+def made_and_left(plan: SearchPlan, folder: Path) -> tuple[list[RunSpec], list[RunSpec]]:
+    """What a search has made of `first_specs`, and about what it still makes.
+
+    Of TPE, as many of them stand for what was drawn. A damaged run is left: what is wrong with it
+    is said when its turn comes.
+    """
+    search, expected = Search(plan, folder, WorkerOptions(torch.device("cpu"))), first_specs(plan)
+    made = [spec for spec in expected if has_ended(PlannedRun(spec), search.store)]
+    left = [spec for spec in expected if spec not in made]
+    with suppress(DecaylabError):
+        if plan.method == "tpe":
+            ended = sum(trial.ended for trial in search.trials())
+            return expected[:ended], expected[ended:]
+        missing = search.ask()
+        if not set(missing) <= set(expected) or not missing:  # it has grown, or come to its end
+            left = missing
+    return made, left
 
 
 def first_line(plan: SearchPlan) -> SearchPlan:
