@@ -190,6 +190,8 @@ def submit(
             break
         before = left
         todo = [run for run in left if run.spec.id not in busy]
+        if busy and work.left is not None:  # whatever a search comes to, its jobs make
+            todo = []
         if not left:
             break
         if todo:
