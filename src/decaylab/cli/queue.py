@@ -215,9 +215,9 @@ class Queue:
                 continue
             old = self.store.root / name
             if old.exists():
-                superseded = self.runs / "superseded"
-                superseded.mkdir(exist_ok=True)
-                old.rename(superseded / name)
+                replaced = self.runs / "superseded"
+                replaced.mkdir(exist_ok=True)
+                old.rename(replaced / name)
             (self.remade.root / name).rename(old)
 
     def _plan(self, entry: ArtefactEntry) -> tuple[list[Cell], list[PlannedRun]]:
