@@ -33,9 +33,19 @@ with suppress(ModuleNotFoundError):
     settings.load_profile("any machine")
 
 
+THREADS = torch.get_num_threads()
+
+
 def pytest_runtest_setup():
-    """What a test draws depends on no test before it: here, so that fixtures of a module follow."""
+    """Draws and threads depend on no test before: here, so that fixtures of a module follow."""
     torch.manual_seed(0)
+    torch.set_num_threads(THREADS)  # commands change it
+
+
+@pytest.fixture
+def one_thread():
+    """Small matrices: more threads only wait for each other, and sums over them round otherwise."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

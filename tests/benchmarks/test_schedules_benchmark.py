@@ -130,10 +130,8 @@ def test_from_one_run_and_from_both(script):
 
 def test_what_it_prints_and_what_is_recorded(script, monkeypatch, capsys):
     """results/schedules.json has the rows that the script has; else measure it anew."""
-    threads = torch.get_num_threads()
     monkeypatch.setattr(script, "KFACS", script.KFACS[:1])
     script.main(["--seeds", "1", "--steps", "40", "--parts", "kfac", "--json"])
-    torch.set_num_threads(threads)
     printed = json.loads(capsys.readouterr().out)
     monkeypatch.undo()
     recorded = json.loads((ROOT / "results" / "schedules.json").read_text(encoding="utf-8"))

@@ -2,7 +2,6 @@ import json
 import sys
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from decaylab.cli import app
@@ -20,11 +19,8 @@ CHECK = Check("T1", "Lemma 1", "no bias", 1.0, 1.0, 1e-16, 1e-10, True, "stateme
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """The theory has tests of its own; and the demo changes torch's threads."""
+    """The theory has tests of its own."""
     monkeypatch.setattr(demo_module, "all_checks", lambda: [CHECK])
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_it_ends_with_a_report_and_trains_nothing_the_second_time(tmp_path, monkeypatch):

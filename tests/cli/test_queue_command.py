@@ -4,12 +4,12 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from select import select as readable
 
 import pytest
-import torch
 from report.synthetic import write_run
 from typer.testing import CliRunner
 
@@ -21,6 +21,7 @@ from decaylab.paper import FinishedRuns, select
 from decaylab.paper import superseded as supersession
 from decaylab.paper.further_seeds import with_doubt
 from decaylab.paper.plan import chosen_cells
+from decaylab.paper.searches import cell_plan
 from decaylab.records import RunStore
 from decaylab.sweeps.estimate import Estimator, TimeEstimate
 from decaylab.sweeps.queue import CommandEntry, read_queue
@@ -29,6 +30,7 @@ from decaylab.training import TrainingRun
 ROOT = Path(__file__).parents[2]
 QUEUE = ROOT / "results" / "queue.toml"
 runner = CliRunner()
+pytestmark = pytest.mark.usefixtures("one_thread")
 TABLE2 = """
 [[entry]]
 name = "pairs"
@@ -79,14 +81,6 @@ main()
 """The command line, killed as soon as so many runs (its last word) have records."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -123,6 +117,16 @@ def test_runs_of_neighbouring_entries_are_made_once_and_then_all_is_done(queue):
     again = queue(TABLE2 + FIGURE)
     assert again.exit_code == 0
     assert {run.id: run.manifest() for run in RunStore("runs").runs()} == made
+
+
+def test_a_search_by_tpe_is_done_once_it_has_had_its_runs(queue, monkeypatch):
+    pytest.importorskip("optuna")
+    monkeypatch.setattr("decaylab.cli.queue.cell_plan", partial(cell_plan, trials=3))
+    text = SEARCH + 'method = "tpe"\n'
+    assert standing(queue, text) == [("to do", 0, 3)]
+    result = queue(text)
+    assert result.exit_code == 0, result.output
+    assert standing(queue, text) == [("done", 3, 3)]
 
 
 def test_a_search_comes_before_the_cells_that_need_it(queue):

@@ -13,13 +13,6 @@ runner = CliRunner()
 SMALL = ["table2", "--only", "network=vgg16", "--only", "optimizer=sgd"]
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def decaylab(*arguments):
     return runner.invoke(app, [str(word) for word in arguments])
 

@@ -40,9 +40,7 @@ def an_eighth():
 def smoke_runs(an_eighth, tmp_path_factory):
     """The records of `decaylab reproduce all --tier smoke`: long work, so only read them."""
     runs = tmp_path_factory.mktemp("smoke") / "runs"
-    threads = torch.get_num_threads()
     done = decaylab("reproduce", "all", "--tier", "smoke", "--runs", runs)
-    torch.set_num_threads(threads)
     assert done.exit_code == 0, done.output
     (runs / "said.txt").write_text(done.output)
     return runs

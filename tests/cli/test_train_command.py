@@ -268,6 +268,7 @@ main()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.usefixtures("one_thread")  # as the process that is stopped has
 def test_a_signal_leaves_a_checkpoint_and_the_same_command_continues(tmp_path, number, code):
     options = ["--hidden", "16", "--epochs", "4", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -291,13 +292,8 @@ def test_a_signal_leaves_a_checkpoint_and_the_same_command_continues(tmp_path, n
     reached = checkpoint.load(folder.checkpoint)["step"]
     assert reached >= 2 * 11
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        again = runner.invoke(app, ["train", *options, "--runs", str(tmp_path / "runs")])
-        whole = runner.invoke(app, ["train", *options, "--runs", str(tmp_path / "whole")])
-    finally:
-        torch.set_num_threads(threads)
+    again = runner.invoke(app, ["train", *options, "--runs", str(tmp_path / "runs")])
+    whole = runner.invoke(app, ["train", *options, "--runs", str(tmp_path / "whole")])
     assert "(continued)" in again.stdout
     assert "epoch 2/" not in again.stdout
     spec = RunSpec(hidden=(16,), epochs=4)

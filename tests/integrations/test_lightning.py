@@ -135,8 +135,12 @@ def test_kfac_of_the_whole_module_and_accumulated_gradients(tmp_path):
         torch.testing.assert_close(factors[f"net.{name}"].A, expected.A, rtol=1e-12, atol=1e-14)
 
 
-def test_the_callback_records_what_watch_records(tmp_path):
-    callback = WatchCallback(every=2, probes=["weight_norm", "effective_lr", "movement"])
+@pytest.mark.parametrize("each_its_own", [False, True])
+def test_the_callback_records_what_watch_records(tmp_path, each_its_own):
+    probes = ["weight_norm", "effective_lr", "movement"]
+    callback = WatchCallback(every=2, probes=probes)
+    if each_its_own:
+        callback = WatchCallback(probes=dict.fromkeys(probes, 2))
     fit(Module(decoupled_sgd), tmp_path, [callback])
     model = net()
     optimizer = decoupled_sgd(model)

@@ -18,6 +18,7 @@ from oracle.plain_kfac import KFAC  # noqa: E402
 from decaylab import KFACOptions, parameter_groups, watch  # noqa: E402
 from decaylab.integrations.transformers import WatchCallback, labelled_rows  # noqa: E402
 from decaylab.optim.first_order import sgd  # noqa: E402
+from decaylab.probes.registry import free_probes  # noqa: E402
 
 VOCABULARY, LENGTH = 11, 6
 # SGD for what is outside the blocks: Adam's first steps blow rounding errors up.
@@ -214,7 +215,7 @@ def test_the_callback_records_what_watch_records(tmp_path):
         return sgd(groups, lr=0.05)
 
     model, plain = language_model(), language_model()
-    callback = WatchCallback(every=2)
+    callback = WatchCallback(probes=dict.fromkeys(free_probes(), 2))
     trainer_of(model, make(model), tmp_path, [callback]).train()
     optimizer = make(plain)
     plain.train()

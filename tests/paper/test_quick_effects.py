@@ -13,13 +13,13 @@ from decaylab.paper.statistics import correlation
 from decaylab.records import RunStore
 from decaylab.sweeps.worker import Worker, WorkerOptions
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     """Runs the cells a test asks for, once, and reads them."""
     store = RunStore(tmp_path_factory.mktemp("quick"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     digits = load("digits")
 
     def made(artefact, *only):
@@ -33,8 +33,7 @@ def quick(tmp_path_factory):
         finished_runs = FinishedRuns(store)
         return [finished_runs.of_cell(cell)[0] for cell in chosen]
 
-    yield made
-    torch.set_num_threads(threads)
+    return made
 
 
 def test_effective_lr_falls_without_decay_and_not_with_it(quick):

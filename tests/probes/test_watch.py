@@ -136,7 +136,7 @@ def test_exposure_counts_the_steps_between_the_last_row_and_the_checkpoint(tmp_p
 
 
 def test_a_resumed_run_measures_as_seldom_as_one_that_went_on(tmp_path):
-    """At its 1st, 4th and 16th record, although outcomes are logged at every step."""
+    """At its 1st, 4th and 16th record, although outcomes are logged before and at every step."""
     stops = {"whole": [40], "resumed": [11, 40]}
     for name, ends in stops.items():
         model, inputs, labels = tiny_net("mlp")
@@ -146,6 +146,7 @@ def test_a_resumed_run_measures_as_seldom_as_one_that_went_on(tmp_path):
             with probes.watch(model, optimizer, **options, folder=tmp_path / name) as watched:
                 if end != ends[0]:
                     watched.resume(ends[0])
+                watched.log(loss=0.5)
                 while watched.steps < end:
                     train(model, optimizer, inputs, labels, 1)
                     watched.log(loss=0.5)

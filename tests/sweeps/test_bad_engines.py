@@ -109,6 +109,25 @@ def test_tasks_that_failed_without_a_word_are_explained_by_status(cluster, tmp_p
     assert "Disk quota exceeded" in status.stdout
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_a_search_that_has_grown_is_left_to_its_jobs_while_they_are_at_work(cluster, tmp_path):
+    words = ["search", "dataset=cifar10", "network=vgg16", "batch_norm=0", "augment=0"]
+    words += ["optimizer=adam", "--tier", "smoke", "--lr", "0.001", "--weight-decay", "0.01,0.1"]
+    words += ["--runs", str(tmp_path / "runs")]
+
+    def submitted():
+        result = CliRunner().invoke(app, [*words, "--engine", "slurm"])
+        assert result.exit_code == 0, result.output
+        return "submitted as Slurm job" in result.stdout
+
+    assert submitted()
+    assert CliRunner().invoke(app, [*words, "--no-widen", "--device", "cpu"]).exit_code == 0
+    cluster(squeue=(0, "0|RUNNING|node1|None\n", ""))
+    assert not submitted()  # the best is on an edge: one more value
+    cluster()
+    assert submitted()
+
+
 def test_who_waits_is_told_why_tasks_failed(cluster, tmp_path):
     cluster(squeue=(0, "0|FAILED|node7|NonZeroExitCode\n", ""))
     result = reproduce(tmp_path / "runs", "--wait")

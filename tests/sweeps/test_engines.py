@@ -14,7 +14,7 @@ from sweeps.records import numbers
 from typer.testing import CliRunner
 
 from decaylab.cli import app
-from decaylab.errors import BadValue, Lacks, Misplaced, UnknownName
+from decaylab.errors import BadValue, DecaylabError, Lacks, Misplaced, UnknownName
 from decaylab.sweeps.engines import Job
 from decaylab.sweeps.engines.local import LocalEngine
 from decaylab.sweeps.engines.slurm import SlurmEngine
@@ -197,6 +197,26 @@ def test_two_processes_share_a_search_and_its_winner_is_that_of_one(tmp_path):
     assert numbers(tmp_path / "shared/searched/runs") == numbers(tmp_path / "alone/searched/runs")
 
 
+def test_two_processes_share_a_search_by_lines_and_know_its_end(tmp_path):
+    """Its second line has the best decay of the first, which nobody knows before."""
+    lines = [*SEARCH, "--lr", "0.0003,0.001,0.003", "--method", "lines", "--no-widen"]
+    lines += ["--weight-decay", "1e-5,1e-2,100"]
+    shared = one_process([*lines, "--jobs", "2"], tmp_path)
+    assert "5 runs in 2 jobs" in shared
+    assert "5 of 5 runs ended, 0 left" in shared
+    assert "weight_decay 1e-05" in shared
+
+
+def test_two_processes_share_a_search_by_tpe_and_know_its_end(tmp_path):
+    pytest.importorskip("optuna")
+    tpe = [*SEARCH, "--lr", "0.0001,0.01", "--method", "tpe", "--trials", "3", "--jobs", "2"]
+    shared = one_process(tpe, tmp_path)
+    assert "3 runs in 2 jobs" in shared
+    assert "3 of 3 runs ended, 0 left" in shared
+    assert "winner: lr" in shared
+    assert "3 of 3 runs ended, 0 left" in one_process(tpe, tmp_path)  # and makes none
+
+
 def test_two_processes_share_the_arms_of_an_attribution(tmp_path):
     spec = tmp_path / "spec.toml"
     text = 'hidden = [8]\nepochs = 1\ndecay = "l2"\nweight_decay = 0.01\nbatch_size = 256\n'
@@ -221,6 +241,20 @@ def test_two_processes_work_off_a_queue_and_a_command_of_it_once(tmp_path):
     printed = one_process(["reproduce", "--queue", str(queue), "--jobs", "2"], tmp_path / "runs")
     assert "4 of 4 runs ended, 0 left" in printed
     assert made.read_text() == "x"
+
+
+def test_a_queue_without_runs_to_divide_is_worked_off_here_or_refused(tmp_path):
+    made, queue = tmp_path / "made", tmp_path / "queue.toml"
+    script = f"import pathlib; pathlib.Path({str(made)!r}).write_text('x')"
+    queue.write_text(
+        '[[entry]]\nname = "pairs"\nreproduce = "table2"\ntier = "smoke"\nhold = "later"\n'
+        '[[entry]]\nname = "file"\nminutes = 1\n'
+        f"command = {json.dumps(['python', '-c', script])}\nwrites = {json.dumps(str(made))}\n"
+    )
+    words = ["reproduce", "--queue", str(queue), "--jobs", "2"]
+    assert type(refused(*words, "--runs", tmp_path, "--engine", "slurm")) is DecaylabError
+    one_process(words, tmp_path / "runs")
+    assert made.exists()
 
 
 @pytest.mark.parametrize(

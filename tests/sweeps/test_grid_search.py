@@ -41,9 +41,6 @@ def store(tmp_path):
 @pytest.fixture(autouse=True)
 def without_optuna(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def record(store, accuracy, *, loss=lambda spec: 1.0, diverged=lambda spec: False, plan=PLAN):

@@ -20,14 +20,7 @@ BASE = RunSpec(hidden=(8,), batch_size=256, epochs=3, lr_drop_every=3, decay="l2
 CELL = {"dataset": "digits", "network": "vgg16", "batch_norm": 0, "augment": 0,
         "optimizer": "adam", "batch_size": 128, "scheme": "l2"}  # fmt: skip
 CPU = WorkerOptions(torch.device("cpu"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plan(**changes):
@@ -255,5 +248,7 @@ def test_what_cannot_be_searched_is_refused():
         plan(space={"lr": [0.0, 0.1]})
     with refuses(UnknownName, kind="method", name="random"):
         plan(method="random")
+    with refuses(Lacks, owner="a search by TPE"):  # which would draw one point for ever
+        plan(method="tpe", space={"lr": [0.1]})
     with refuses(Lacks, owner="the search"):
         plan(space={})

@@ -27,14 +27,7 @@ from decaylab.training.journal import Journal
 
 TESTS = Path(__file__).parents[1]
 TINY = RunSpec(network="mlp", hidden=(8,), batch_size=256, epochs=2, lr_drop_every=1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def script(*arguments):

@@ -38,16 +38,11 @@ def numbers(store, spec):
 
 
 @pytest.mark.parametrize(("optimizer", "seed"), [("sgd", 0), ("adam", 1), ("kfac-g", 2)])
+@pytest.mark.usefixtures("one_thread")  # as the killed processes have
 def test_killed_at_random_moments_it_ends_as_the_uninterrupted_run(tmp_path, optimizer, seed):
     spec = SPECS[optimizer]
     whole, killed = RunStore(tmp_path / "whole"), RunStore(tmp_path / "killed")
-    # Single-threaded, as the killed processes are: sums over threads round differently.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        train_to_end(spec, data=load("digits"), store=whole)
-    finally:
-        torch.set_num_threads(threads)
+    train_to_end(spec, data=load("digits"), store=whole)
     (tmp_path / "spec.toml").write_text(spec.to_toml())
     script = Path(__file__).with_name("killed_runs.py")
     arguments = [str(tmp_path / "spec.toml"), str(killed.root), str(seed)]

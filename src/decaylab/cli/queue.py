@@ -32,7 +32,7 @@ from decaylab.sweeps.engines.local import ending_with_parent
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, has_ended
 from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, Entry, QueueFile, SearchEntry
-from decaylab.sweeps.search import SEARCHED, SearchPlan, first_specs, read_winner
+from decaylab.sweeps.search import SEARCHED, SearchPlan, made_and_left, read_winner
 from decaylab.sweeps.worker import SOON, Worker, WorkerOptions
 from decaylab.text_table import Column, TextTable, in_words
 from decaylab.training import RunSpec
@@ -176,9 +176,10 @@ class Queue:
 
     def _work(self, entry: Entry) -> Work:
         if isinstance(entry, SearchEntry):
-            specs = first_specs(_search_plan(entry))
-            searched = [PlannedRun(s, (), ("search",), entry.tier) for s in specs]
-            return Work(self.searches, searched, _ended(searched, self.searches))
+            search = _search_plan(entry)
+            made, left = made_and_left(search, self.runs / "searched")
+            planned = [PlannedRun(s, (), ("search",), entry.tier) for s in (*made, *left)]
+            return Work(self.searches, planned, frozenset(spec.id for spec in made))
         assert isinstance(entry, ArtefactEntry)
         if entry.again:
             return self.remaking(entry)
@@ -214,9 +215,9 @@ class Queue:
                 continue
             old = self.store.root / name
             if old.exists():
-                superseded = self.runs / "superseded"
-                superseded.mkdir(exist_ok=True)
-                old.rename(superseded / name)
+                replaced = self.runs / "superseded"
+                replaced.mkdir(exist_ok=True)
+                old.rename(replaced / name)
             (self.remade.root / name).rename(old)
 
     def _plan(self, entry: ArtefactEntry) -> tuple[list[Cell], list[PlannedRun]]:
@@ -231,8 +232,10 @@ class Queue:
         return with_doubt(chosen, FinishedRuns(self.store), entry.tier)
 
     def is_searched(self, search: SearchPlan) -> bool:
-        """Whether there is a winner, chosen among at least the values of this search."""
+        """Whether there is a winner of at least the values of this search, or of TPE's runs."""
         winner = read_winner(self.runs / "searched" / f"{search.name}.toml", search)
+        if winner is not None and search.method == "tpe":
+            return winner.trials >= search.trials
         return winner is not None and all(
             set(values) <= set(winner.tried.get(name, ())) for name, values in search.space.items()
         )

@@ -21,7 +21,7 @@ from decaylab.paper.plan import chosen_cells, plan
 from decaylab.paper.searches import missing_searches
 from decaylab.records import RunStore
 from decaylab.sweeps.estimate import Estimator
-from decaylab.sweeps.plan import PlannedRun, state_of
+from decaylab.sweeps.plan import PlannedRun, has_ended, state_of
 from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, read_queue
 from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.text_table import Column, TextTable, in_words
@@ -141,7 +141,13 @@ def _reproduce_queue(
     on_digits = all(tier_of(name).on_digits for name in tiers)
     if engine.dry_run and engine.engine == "local":
         print_queue(queue.standing(), json_output)
-    elif engine.in_this_process(training):
+        return
+    here, planned = engine.in_this_process(training), list[PlannedRun]()
+    if not here:  # jobs divide these runs, and the first to come to it does the rest
+        entries = [e for e in queue.entries if isinstance(e, ArtefactEntry)]
+        planned = queue.planned([e for e in entries if not (e.hold or e.again)])
+    divides = not all(has_ended(run, queue.store) for run in planned)
+    if here or (engine.engine == "local" and not divides):
         failed = work_off(queue, _worker_options(training, on_digits), stream)
         standing = queue.standing()
         print_queue(standing, json_output)
@@ -149,7 +155,11 @@ def _reproduce_queue(
             warn(f"failed: {name}: {reason}")
         _exit(bool(failed), any(entry.state == "to do" for entry in standing))
     else:
-        planned = queue.planned([e for e in queue.entries if isinstance(e, ArtefactEntry)])
+        if not divides and any(entry.state == "to do" for entry in queue.standing()):
+            raise DecaylabError(
+                f"the queue has no runs left that {engine.engine} can divide, but other work: do it"
+                " with --engine local"
+            )
         work = Work(["reproduce", "--queue", str(file.resolve())], planned, shared=True)
         submit(work, training, engine, digits=on_digits, stream=stream)
 

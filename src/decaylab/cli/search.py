@@ -18,7 +18,14 @@ from decaylab.paper import artefacts, cells
 from decaylab.paper.searches import cell_plan, default_space, search_probe
 from decaylab.records import RunStore
 from decaylab.sweeps.plan import PlannedRun
-from decaylab.sweeps.search import Search, SearchPlan, first_specs, on_all_images, on_edge
+from decaylab.sweeps.search import (
+    Search,
+    SearchPlan,
+    first_specs,
+    made_and_left,
+    on_all_images,
+    on_edge,
+)
 from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.training import RunSpec
 
@@ -92,8 +99,15 @@ def search_command(
         words = ["search", *(cell or ["--config", str(config)])]
         words += options.flags(scheme=scheme, tier=tier, method=method, trials=trials)
         words += ["--widen" if widen else "--no-widen", *options.flags(**ranges)]
-        planned = [PlannedRun(s, purposes=("search",), tier=plan.tier) for s in first_specs(plan)]
-        work = Work(words, planned, "searched/runs", shared=True)
+
+        def planned_runs(specs: list[RunSpec]) -> list[PlannedRun]:
+            return [PlannedRun(s, purposes=("search",), tier=plan.tier) for s in specs]
+
+        def left() -> list[PlannedRun]:
+            return planned_runs(made_and_left(plan, runs / "searched")[1])
+
+        planned = planned_runs(first_specs(plan))
+        work = Work(words, planned, "searched/runs", shared=True, left=left)
         submit(work, training, engine, digits=on_digits, stream=sys.stdout)
         if engine.leaves:
             return

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TextIO
@@ -30,14 +30,13 @@ from decaylab.sweeps.engines.local import LocalEngine
 from decaylab.sweeps.engines.ray import RayEngine
 from decaylab.sweeps.engines.slurm import SlurmEngine
 from decaylab.sweeps.estimate import Estimator
-from decaylab.sweeps.plan import PlannedRun
+from decaylab.sweeps.plan import PlannedRun, has_ended
 from decaylab.sweeps.sweep import (
     Submission,
     Sweep,
     assignments,
     check_owners,
     folder_of,
-    left_of,
     make_jobs,
     pack,
     read_sweep,
@@ -146,12 +145,20 @@ class Work:
         folder: of the store that holds them, in the folder of runs.
         shared: whether every job is the whole command, and each takes what the others have not
             begun (a search, whose runs follow from each other); else a job has runs of its own.
+        left: gives what is left by now, where that is not what has not ended of `planned`.
     """
 
     command: Sequence[str]
     planned: Sequence[PlannedRun]
     folder: str = ""
     shared: bool = False
+    left: Callable[[], Sequence[PlannedRun]] | None = None
+
+    def left_in(self, store: RunStore) -> Sequence[PlannedRun]:
+        """The runs that are left."""
+        if self.left is not None:
+            return self.left()
+        return [run for run in self.planned if not has_ended(run, store)]
 
 
 def submit(
@@ -174,15 +181,17 @@ def submit(
     sweep = read_sweep(name, runs) or Sweep(name, command, folder=work.folder)
     engine = _engine(name, folder_of(name, runs), training, how, gpus)
     statuses: list[JobStatus] = []
-    before: list[PlannedRun] | None = None
+    before: Sequence[PlannedRun] | None = None
     for _ in range(SUBMISSIONS):
         # jobs first: one that ends between the two looks leaves its runs finished
         busy = under_way(sweep, runs) if how.engine == "slurm" else set()
-        left = left_of(work.planned, store)
+        left = work.left_in(store)
         if left == before:  # what failed once more would do so again
             break
         before = left
         todo = [run for run in left if run.spec.id not in busy]
+        if busy and work.left is not None:  # whatever a search comes to, its jobs make
+            todo = []
         if not left:
             break
         if todo:
@@ -221,7 +230,7 @@ def submit(
             return
         while how.engine == "slurm" and under_way(sweep, runs):
             time.sleep(2.0)
-    left = left_of(work.planned, store)
+    left = work.left_in(store)
     count = len(work.planned)
     say(f"{count - len(left)} of {count} runs ended, {len(left)} left", stream=stream)
     if how.engine == "slurm" and left:

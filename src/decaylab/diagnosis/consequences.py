@@ -26,7 +26,7 @@ def consequences(compared: Comparison, findings: Sequence[Finding]) -> tuple[Bec
     if (follows and undecided) or jacobian.because_of(Reason.THROUGH_OTHERS) is not None:
         follows.append(because(Reason.ATTRIBUTE))
     if not follows:
-        unsure = run.decays or not run.settled or run.unwatched
+        unsure = run.decays or not run.has_settings or run.unwatched
         follows.append(because(Reason.NOTHING_YET if unsure else Reason.NOTHING_TO_DROP))
     return (*follows, *_mishaps(run))
 

@@ -381,7 +381,7 @@ def _function_row(layer: RecordedLayer, other: RecordedLayer | None) -> LayerRow
 
 def _damping(compared: Comparison) -> Finding:
     mechanism, run = Mechanism.DAMPING, compared.run
-    if run.settled and not any(layer.preconditioned for layer in run.layers.values()):
+    if run.has_settings and not any(layer.preconditioned for layer in run.layers.values()):
         return _no(mechanism, because(Reason.ONLY_KFAC_DAMPS))
     if (early := _nothing_turns(run, mechanism)) is not None:
         return early

@@ -94,7 +94,7 @@ class Run:
         return any(layer.decayed for layer in self.layers.values())
 
     @cached_property
-    def settled(self) -> bool:
+    def has_settings(self) -> bool:
         """Whether it is known how any layer is stepped."""
         return any(layer.settings for layer in self.layers.values())
 

@@ -183,7 +183,7 @@ def _one(run: Run, candidate: Run | None) -> Diagnosis:
     if collapsed := [layer.name for layer in run.decayed_layers if layer.collapsed]:
         first.append((run.name, because(Reason.COLLAPSED, layers=collapsed)))
     lost = has(run.troubles, Reason.LOST_TO_ROUNDING)
-    if not run.decays and run.settled and not run.unwatched and not lost:
+    if not run.decays and run.has_settings and not run.unwatched and not lost:
         if candidate is not None and candidate.decays:
             first.append((run.name, because(Reason.SWAPPED)))
         elif run.spec is None:  # our trainer decays weights in its optimizer and nowhere else

@@ -25,8 +25,9 @@ from decaylab.integrations.trackers import by_step
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.networks.sharded import refuse_flat_parameters
 from decaylab.optim.kfac import KFAC
-from decaylab.probes import Probe, Watch, watch
+from decaylab.probes import Watch, watch
 from decaylab.probes.applied import moved
+from decaylab.probes.watch import Probes, reusable
 from decaylab.records import Row, Tracker
 
 __all__ = ["WatchCallback"]
@@ -69,7 +70,7 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         self,
         *,
         every: int = 100,
-        probes: Iterable[str | Probe] | None = None,
+        probes: Probes | str | None = None,
         inputs: Inputs = None,
         logits: LogitsRule = None,
         folder: str | Path | None = None,
@@ -79,7 +80,7 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         super().__init__()
         self._every, self._inputs, self._logits = every, inputs, logits
-        self._probes = probes if probes is None or isinstance(probes, str) else tuple(probes)
+        self._probes = reusable(probes)
         self._folder, self._trackers, self._log = folder, tuple(trackers), log
         self._module = module
         self._watched: Watch | None = None

@@ -22,8 +22,9 @@ from decaylab.curvature.preserve import bare
 from decaylab.errors import Lacks, needed
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.networks.sharded import device_of
-from decaylab.probes import Probe, Watch, watch
+from decaylab.probes import Watch, watch
 from decaylab.probes.applied import moved
+from decaylab.probes.watch import Probes, reusable
 from decaylab.records import Tracker
 
 __all__ = ["WatchCallback", "labelled_rows"]
@@ -52,14 +53,14 @@ class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignor
         self,
         *,
         every: int = 100,
-        probes: Iterable[str | Probe] | None = None,
+        probes: Probes | str | None = None,
         inputs: Inputs = None,
         logits: LogitsRule = None,
         folder: str | Path | None = None,
         trackers: Iterable[Tracker] = (),
     ) -> None:
         self._every, self._inputs, self._logits = every, inputs, logits
-        self._probes = probes if probes is None or isinstance(probes, str) else tuple(probes)
+        self._probes = reusable(probes)
         self._folder, self._trackers = folder, tuple(trackers)
         self._watched: Watch | None = None
 
@@ -95,7 +96,7 @@ class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignor
         """Record losses and metrics, under the names that the trainer logs them by."""
         logs = kwargs.get("logs") or {}
         outcomes = {k: v for k, v in logs.items() if k == "loss" or k.startswith("eval_")}
-        speeds = ("_runtime", "_per_second", "_jit_compilation_time")
+        speeds = ("_runtime", "_per_second", "_time")
         if self._watched is not None:
             self._watched.log(**{k: v for k, v in outcomes.items() if not k.endswith(speeds)})
 

@@ -15,15 +15,11 @@ Three sources of error, each with its own answer:
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 ALPHA = 0.05
 LEAST_DEGREES = 3  # a spread of fewer degrees of freedom is not used by itself
@@ -41,7 +37,7 @@ class Pool:
     degrees: float = math.inf
 
     @classmethod
-    def over(cls, name: str, cells: "Iterable[Sequence[float]]") -> "Pool":
+    def over(cls, name: str, cells: Iterable[Sequence[float]]) -> "Pool":
         """The spread within cells of several seeds, in points each, pooled.
 
         >>> Pool.over("adam", [[88.0, 88.4, 88.8], [90.0, 90.2]]).degrees
@@ -83,7 +79,7 @@ class Noise:
         return float(2 * (stats.norm.sf(size) if known else stats.t.sf(size, self.degrees)))
 
     @classmethod
-    def of_terms(cls, terms: "Iterable[tuple[float, Pool, int]]") -> "Noise":
+    def of_terms(cls, terms: Iterable[tuple[float, Pool, int]]) -> "Noise":
         """Of a sum of factor * mean over n runs, each run with its pool's deviation."""
         variances: dict[Pool, float] = {}
         for factor, pool, runs in terms:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from decaylab.curvature.factors import KroneckerFactors
 from decaylab.curvature.inverses import factored_damping, mean_diagonal
-from decaylab.errors import DecaylabError, Lacks
+from decaylab.errors import Lacks
 from decaylab.optim.kfac import KFAC
 from decaylab.probes.kronecker import eigenvalues, grouped, named, seen, weight_of, without_bias
 from decaylab.probes.reading import Reading, row_name
@@ -173,7 +173,8 @@ def _second_order_share(moment: Moment) -> list[Reading]:
     if (kfac := moment.kfac) is None:
         if moment.images is not None:
             return []
-        raise DecaylabError("second_order_share needs a K-FAC optimizer")
+        remedy = "leave second_order_share out of the probes"
+        raise Lacks("the training", "K-FAC optimizer", remedy)
     if moment.images is None:
         return [_of_inverses(moment.model, kfac)]
     short = {

@@ -44,7 +44,9 @@ def movement(model: nn.Module | Layers, before: Snapshot) -> tuple[Reading, Read
     """`update_norms` and `rotations` together."""
     now = layers_of(model).weights
     if now.keys() != before.keys():
-        raise DecaylabError("the snapshot is of another model, or of other trainable layers")
+        raise DecaylabError(
+            "the snapshot is of another model, or of other trainable layers: take one of this model"
+        )
     lengths: dict[str, float] = {}
     angles: dict[str, float] = {}
     places = places_in(before)

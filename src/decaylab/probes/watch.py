@@ -138,6 +138,11 @@ def watch(
     )
 
 
+def reusable(probes: Probes | str | None) -> Probes | str | None:
+    """Probes for several calls of `watch`; the first would use an iterator up."""
+    return probes if probes is None or isinstance(probes, str | Mapping) else tuple(probes)
+
+
 def _writes(model: nn.Module, team: Team | None) -> bool:
     """Whether this process writes the records: the first of those that train a model together."""
     if team is not None:

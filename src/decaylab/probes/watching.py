@@ -143,7 +143,7 @@ class Watch:
         if (last := last_counted(recorder.rows)) is not None and in_file:
             self._exposure.add_all(self.steps - last)  # taken, but not recorded, before the stop
         steps = {row.step for row in recorder.rows.rows}  # also those at which outcomes were logged
-        self._records = len(list(filter(self._at, steps)))
+        self._records = len(list(filter(self._at, steps - {0})))
         if self._rounds is not None:  # runs of ours have it in their manifest
             recorder.note("resumed")
 

@@ -14,16 +14,19 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 import decaylab
 from decaylab.errors import POSITIVE, Damaged, DecaylabError, Lacks, check_name, needed
 from decaylab.records import RunFolder, RunStore
 from decaylab.records.files import replace_text
-from decaylab.sweeps.plan import EpochProbe, PlannedRun
+from decaylab.sweeps.plan import EpochProbe, PlannedRun, has_ended
 from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.training import Progress, RunSpec
 
@@ -73,6 +76,8 @@ class SearchPlan:
             raise Lacks("a search by lines", "weight decays to begin with", "give some")
         if not self.space:
             raise Lacks("the search", "values", "give some of lr, weight_decay or damping")
+        if self.method == "tpe" and all(len({*values}) == 1 for values in self.space.values()):
+            raise Lacks("a search by TPE", "range", "give two values or more of a setting")
 
     def score(self, value: float) -> float:
         """What the search maximises, from a value of the row `by`."""
@@ -323,14 +328,39 @@ def grid_specs(plan: SearchPlan) -> list[RunSpec]:
 
 
 def first_specs(plan: SearchPlan) -> list[RunSpec]:
-    """About what a search makes, for an estimate: of its second line, at some weight decay."""
+    """About what a search makes, for an estimate: of its second line, at some weight decay.
+
+    Of TPE, which draws each point when its turn comes, as many points all over the ranges.
+    """
     if plan.method == "tpe":
-        return [plan.spec({})] * plan.trials
+        shares = [(number + 0.5) / plan.trials for number in range(plan.trials)]
+        ends = {name: (min(values), max(values)) for name, values in plan.space.items()}
+        points = ({n: low ** (1 - s) * high**s for n, (low, high) in ends.items()} for s in shares)
+        return [plan.spec(point) for point in points]
     if plan.method == "grid":
         return grid_specs(plan)
     decays = sorted(plan.space["weight_decay"])
     lines = first_line(plan), second_line(plan, decays[len(decays) // 2])
     return list({spec.id: spec for line in lines for spec in grid_specs(line)}.values())
+
+
+def made_and_left(plan: SearchPlan, folder: Path) -> tuple[list[RunSpec], list[RunSpec]]:
+    """What a search has made of `first_specs`, and about what it still makes.
+
+    Of TPE, as many of them stand for what was drawn. A damaged run is left: what is wrong with it
+    is said when its turn comes.
+    """
+    search, expected = Search(plan, folder, WorkerOptions(torch.device("cpu"))), first_specs(plan)
+    made = [spec for spec in expected if has_ended(PlannedRun(spec), search.store)]
+    left = [spec for spec in expected if spec not in made]
+    with suppress(DecaylabError):
+        if plan.method == "tpe":
+            ended = sum(trial.ended for trial in search.trials())
+            return expected[:ended], expected[ended:]
+        missing = search.ask()
+        if not set(missing) <= set(expected) or not missing:  # it has grown, or come to its end
+            left = missing
+    return made, left
 
 
 def first_line(plan: SearchPlan) -> SearchPlan:

@@ -16,7 +16,7 @@ from decaylab.records.files import replace_text
 from decaylab.sweeps.engines import Job, JobStatus
 from decaylab.sweeps.engines.local import error_line
 from decaylab.sweeps.engines.slurm import SlurmEngine
-from decaylab.sweeps.plan import PlannedRun, has_ended
+from decaylab.sweeps.plan import PlannedRun
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,6 @@ def check_owners(planned: Iterable[PlannedRun], store: RunStore) -> None:
                 owner = "another user"
             remedy = "let your group write there (chmod -R g+rwX), or give another --runs folder"
             raise NotWritten(path, f"it belongs to {owner}", remedy)
-
-
-def left_of(planned: Iterable[PlannedRun], store: RunStore) -> list[PlannedRun]:
-    """The runs that have not ended."""
-    return [run for run in planned if not has_ended(run, store)]
 
 
 def assignments(sweep: Sweep, runs: Path) -> list[Assignment]:
