@@ -390,7 +390,11 @@ def _closest(name: str, known: list[str]) -> str:
     return max(near, key=lambda other: (letters & Counter(other)).total(), default="")
 
 
-def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+class DecaylabWarning(UserWarning):
+    """What decaylab warns of."""
+
+
+def warn_user(text: str, category: type[DecaylabWarning] = DecaylabWarning) -> None:
     """Warn at the user's own line, however much of decaylab and torch lies above it."""
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:

@@ -41,13 +41,20 @@ COMMANDS = [
     "decay-table vgg16 --optimizer kfac-f",
     "data list",
     "theory",
-    "audit decaylab.optim.kfac:KFAC --damping 0.001",
+    "audit audited_kfac:build --damping 0.001",
     "audit-decay torch.optim:AdamW",
     "reproduce table1 --tier quick --dry-run",
     "reproduce --queue queue.toml --dry-run",
     "claims",
     "sweep status",
 ]
+
+AUDITED = """
+from decaylab import KFAC
+
+def build(model):
+    return KFAC(model, lr=0.1, step_scaling="none")
+"""
 
 
 def run(command, **names):
@@ -67,6 +74,7 @@ def folder(tmp_path_factory):
         made = CliRunner().invoke(app, ["train", *TINY, *runs, *options])
         assert made.exit_code == 0, made.output
     (folder / "queue.toml").write_text(QUEUE)
+    (folder / "audited_kfac.py").write_text(AUDITED)
     return folder
 
 

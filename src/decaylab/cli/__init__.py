@@ -5,7 +5,6 @@ import io
 import sys
 import traceback
 import warnings
-from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -29,7 +28,7 @@ from decaylab.cli.search import search_command
 from decaylab.cli.terminal import warn
 from decaylab.cli.theory import theory_command
 from decaylab.cli.train import train_command
-from decaylab.errors import DecaylabError, printable
+from decaylab.errors import DecaylabError, DecaylabWarning, printable
 from decaylab.training import Interrupted, world
 
 _shown_by_python = warnings.showwarning
@@ -138,7 +137,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """A warning of our own as a sentence, any other with the line that gave it."""
-    if Path(filename).is_relative_to(Path(__file__).parents[1]):
+    if issubclass(category, DecaylabWarning):
         warn(f"warning: {message}")
     else:
         _shown_by_python(message, category, filename, lineno, file, line)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decaylab.errors import warn_user
+from decaylab.errors import DecaylabWarning, warn_user
 
 MOST_NAMES = 4  # in a sentence
 
 
-class NonFiniteWarning(UserWarning):
+class NonFiniteWarning(DecaylabWarning):
     """A probe measured something that is not a finite number; the message names some layers."""
 
 
