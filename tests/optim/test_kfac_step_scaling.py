@@ -140,6 +140,23 @@ def test_a_layer_without_gradient_stays_and_a_step_that_is_not_finite_is_left_ou
     assert torch.equal(before, flat(zero))
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_what_rounding_leaves_of_a_gradient_moves_nothing(first):
+    """Below 1e-38 the factor to the set size is no float32: weights became infinite."""
+    model = nn.Linear(3, CLASSES)
+    opt = KFAC(model, 0.1, step_scaling="rms", options=KFACOptions(momentum_first=first))
+    x, labels = torch.randn(4, 3), labels_for(4, classes=CLASSES)
+    train_step(opt, model, x, labels)
+    opt.param_groups[0]["momentum"] = 0.0
+    before = flat(model)
+    cross_entropy(model(x), labels).backward()
+    for parameter in model.parameters():
+        parameter.grad.mul_(1e-30).mul_(1e-10)
+        assert parameter.grad.any()
+    opt.step()
+    assert torch.allclose(before, flat(model), rtol=0, atol=1e-20)
+
+
 def test_it_does_not_depend_on_the_scale_of_the_loss():
     """With damping relative to the trace, the whole step does not."""
     after = []

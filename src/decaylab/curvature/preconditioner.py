@@ -30,6 +30,8 @@ STREAMS = 4
 # What inverting a part needs, in bytes of its factors: their copies, which become the inverses, the
 # factorisation's workspace, blocks, and what the allocator rounds up. Measured once (H200): 1.8.
 ROOM_TO_INVERT = 2.0
+# A step is enlarged by no more than this: what is so small is what rounding left of a gradient.
+ENLARGED_AT_MOST = 1e12
 PENDING = ("A_pending", "G_pending", "sound")
 INPUT_SIDES = {"A_inverse", "A_pending"}
 
@@ -555,17 +557,21 @@ class Preconditioner:
         return norms_of([entry for part in weights + biases for entry in part])
 
     def scale_steps(self, rms: float, sizes: Tensor, norms: Tensor) -> None:
-        """Give each block's step, weight and bias together, this root mean square; zero stays.
+        """Give each block's step, weight and bias together, this root mean square.
 
-        It is that of as many numbers as `sizes` says: the steps of parameters that stay are to be
-        zero. `norms` are those of the steps as they are.
+        Zero stays, and what is not that large after `ENLARGED_AT_MOST` stays smaller. It is that of
+        as many numbers as `sizes` says: the steps of parameters that stay are to be zero. `norms`
+        are those of the steps as they are.
         """
         banks = self._biased_first
         counts = [bank.bank.count for bank in banks]
         squares, of_biases = norms.square().split([sum(counts), len(norms) - sum(counts)])
         squares[: len(of_biases)] += of_biases
         scales = torch.where(squares > 0, rms * (sizes / squares).sqrt(), 0.0)
-        by_dtype = {dtype: scales.to(dtype) for dtype in {bank.shape.dtype for bank in banks}}
+        by_dtype = {
+            dtype: scales.clamp(max=min(ENLARGED_AT_MOST, torch.finfo(dtype).max)).to(dtype)
+            for dtype in {bank.shape.dtype for bank in banks}
+        }
         for index, bank in enumerate(banks):
             bank_scales = by_dtype[bank.shape.dtype].split(counts)[index]
             for part in bank.steps[: 1 + bank.shape.bias]:
