@@ -23,6 +23,13 @@ def test_written_rows_are_read_back(tmp_path):
     assert list(read_rows(tmp_path / "rows.jsonl").rows) == rows
 
 
+def test_rows_are_shown_in_short():
+    assert repr(Rows([row(0), row(10), row(10, "accuracy", 0.5)])) == (
+        "<3 rows of 2 quantities, steps 0 to 10>"
+    )
+    assert repr(Rows([])) == "<0 rows of 0 quantities>"
+
+
 @given(st.floats())
 def test_every_float_survives(tmp_path_factory, value):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"

@@ -42,6 +42,11 @@ class Rows:
     damaged: tuple[str, ...] = ()
     superseded: int = 0
 
+    def __repr__(self) -> str:
+        steps = [row.step for row in self.rows]
+        when = f", steps {min(steps)} to {max(steps)}" if steps else ""
+        return f"<{len(steps)} rows of {len(self.names())} quantities{when}>"
+
     @property
     def left_out(self) -> tuple[str, ...]:
         """What was left out and why, a sentence each."""
