@@ -165,6 +165,15 @@ def test_several_seeds_are_all_drawn():
     assert len(result.plot().axes[0].lines) == 4
 
 
+def test_what_holds_for_several_runs_is_said_once(result):
+    why, other = result.findings[1].reasons[0], result.findings[2].reasons[0]
+    noted = replace(result, first=(("a", why), ("b", other), ("c", why), ("", other)))
+    texts = layout.warnings(noted)
+    assert [text.partition(":")[0] for text in texts[:1]] == ["a, c"]
+    assert len(texts) == 2
+    assert layout.plain(noted)["first"] == texts
+
+
 def test_rows_as_a_frame():
     rows = Rows((Row(1, 0, 0.5, "rotation/a.b", 0.1), Row(2, 0, 1.0, "jacobian_norm", math.inf)))
     frame = rows.to_pandas()
