@@ -442,6 +442,23 @@ def test_one_layer_of_many_is_not_lost_in_the_mean():
         assert Reason.SCHEDULE not in reasons(found.follows)
 
 
+def test_what_is_said_of_several_seeds_is_true_of_their_mean():
+    """Of the first alone the change is too little to matter but in one layer; not of both."""
+
+    def seed(growth, weak, strong):
+        layers = {str(i): ScriptedLayer(weight_decay=weak, growth=growth) for i in range(12)}
+        return records(layers | {"strong": ScriptedLayer(weight_decay=strong, growth=growth)})
+
+    runs = [seed(growth, 8e-4, 5e-3) for growth in (2.7e-3, 2e-3)]
+    baselines = [seed(growth, 0.0, 0.0) for growth in (2.7e-3, 2e-3)]
+    for order in (1, -1):
+        found = diagnose(runs[::order], baselines[::order])
+        assert {each["effective l"].verdict for each in found.seeds} == {"cannot tell"}
+        assert 1.1 < found["effective l"].effect.value < 1.25
+        assert Reason.BETWEEN in reasons(found["effective l"].reasons)
+        assert Reason.HARDLY_CHANGED not in reasons(found["effective l"].reasons)
+
+
 def test_an_opposite_change_is_not_called_none():
     run = records({"a": ScriptedLayer(invariant=False, weight_decay=0.05)}, {"jacobian_norm": 30.0})
     baseline = records({"a": ScriptedLayer(invariant=False)}, {"jacobian_norm": 10.0})

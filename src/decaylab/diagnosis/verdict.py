@@ -260,8 +260,11 @@ def _seed(run: Run) -> int | None:
 
 def _over_seeds(seeds: Sequence[Finding]) -> Finding:
     """One finding of several seeds': theirs if they agree, else "cannot tell" with the count."""
-    first, verdicts = seeds[0], [finding.verdict for finding in seeds]
+    verdicts = [finding.verdict for finding in seeds]
     effect = pooled((finding.effect for finding in seeds), Spread.SEEDS)
+    together = replace(seeds[0], effect=effect).effect_alone
+    # what is said of a change is said of one this large
+    first = next((finding for finding in seeds if finding.effect_alone is together), seeds[0])
     rows = []
     for place, row in enumerate(first.layers):
         same = [f.layers[place] for f in seeds if len(f.layers) > place]

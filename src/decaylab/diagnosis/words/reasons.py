@@ -167,7 +167,7 @@ KINDS: dict[str, Callable[[Any], str]] = {
     ),
     "clip": lambda x: f", under a KL clip that cuts them to {times(x)} on average" if x else "",
     # Adam's law is SGD's as long as it remembers the norms of the start (`laws.memory`)
-    "at least": lambda power: "at least " if power == 1 else "about ",
+    "at least": lambda remembers: "at least " if remembers else "about ",
     "or scale-free": lambda x: ', or use damping_scaling="scale-free"' if x else "",
     "turned by decay": lambda by_lr: (
         "" if by_lr else " It sets how far each step turns their weights."
