@@ -310,7 +310,8 @@ class Reason(Enum):
     NO_EFFECT_YET = "So far, decay of these layers has no effect."
     SCHEDULE = (
         "To move {some:these layers} as far without decay, raise their learning rate over the run,"
-        " to {remembers:at least}{factor:times} at the end: `{places:schedule}` writes the schedule."
+        " to {remembers:at least}{factor:times} at the end: `{places:schedule}` writes the"
+        " schedule."
     )
     REACTS_LESS = (
         "Decay of the layers whose size counts ({counting:counting}) changes the function: the"

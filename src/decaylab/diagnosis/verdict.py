@@ -268,8 +268,10 @@ def _over_seeds(seeds: Sequence[Finding]) -> Finding:
     rows = []
     for place, row in enumerate(first.layers):
         same = [f.layers[place] for f in seeds if len(f.layers) > place]
-        effects = (other.effect for other in same if other.layer == row.layer)
-        rows.append(replace(row, effect=pooled(effects, Spread.SEEDS)))
+        same = [other for other in same if other.layer == row.layer]
+        verdict = row.verdict if len({x.verdict for x in same}) == 1 else Verdict.CANNOT_TELL
+        over_seeds = pooled((other.effect for other in same), Spread.SEEDS)
+        rows.append(replace(row, verdict=verdict, effect=over_seeds))
     pooled_finding = replace(first, effect=effect, layers=tuple(rows))
     if len(set(verdicts)) == 1:
         reasons = tuple(
