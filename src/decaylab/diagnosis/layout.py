@@ -11,7 +11,7 @@ from decaylab.diagnosis.verdict import Diagnosis
 from decaylab.diagnosis.words.findings import (
     compared,
     finding_text,
-    first_text,
+    first_texts,
     follow_texts,
     layer_heading,
     layer_table,
@@ -51,7 +51,7 @@ def sections(diagnosis: Diagnosis) -> list[Subsection]:
 
 def warnings(diagnosis: Diagnosis) -> list[str]:
     """What is to be known first."""
-    return [first_text(*item) for item in diagnosis.first]
+    return first_texts(diagnosis.first)
 
 
 def mechanisms(diagnosis: Diagnosis) -> list[Subsection]:
@@ -141,7 +141,7 @@ def plain(diagnosis: Diagnosis) -> dict[str, Any]:
         "runs": list(diagnosis.runs),
         "baselines": list(diagnosis.baselines),
         "outcome": asdict(diagnosis.outcome),
-        "first": [first_text(*item) for item in diagnosis.first],
+        "first": warnings(diagnosis),
         "findings": findings,
         "motions": [asdict(m) for m in diagnosis.motions],
         "insights": insight(diagnosis),

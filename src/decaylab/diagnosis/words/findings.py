@@ -1,5 +1,7 @@
 """What was found: verdicts with their reasons, remedies and layers, and what was left out."""
 
+from collections.abc import Iterable
+
 from decaylab.diagnosis.commands import Places
 from decaylab.diagnosis.effects import Change, ComparedWith
 from decaylab.diagnosis.mechanisms import Finding, LayerRow
@@ -35,9 +37,12 @@ def remedy_text(finding: Finding, places: Places, above: Reason | None = None) -
     return "; ".join(dict.fromkeys(text for text in texts if text))
 
 
-def first_text(name: str, why: Because) -> str:
-    """What to know first, with the run it is about."""
-    return f"{name}: {sentence(why)}" if name else sentence(why)
+def first_texts(first: Iterable[tuple[str, Because]]) -> list[str]:
+    """What to know first, each once, with the runs it is about."""
+    about: dict[str, list[str]] = {}
+    for name, why in first:
+        about.setdefault(sentence(why), []).extend([name] if name else [])
+    return [f"{', '.join(runs)}: {said}" if runs else said for said, runs in about.items()]
 
 
 def verdict_title(finding: Finding) -> str:
