@@ -188,6 +188,7 @@ def test_folders_of_watch_where_a_run_is_needed(tmp_path):
     (tmp_path / "mine" / "rows.jsonl").touch()
     for words in (["probe"], ["runs", "show"]):
         assert "mine holds records of `watch`" in str(refused(*words, tmp_path / "mine"))
+        assert "mine holds records of `watch`" in str(refused(*words, "mine", "--runs", tmp_path))
     assert isinstance(refused("diagnose", tmp_path / "mine", "--all-seeds"), Misplaced)
     page = run("report", "--runs", tmp_path)
     assert "decaylab diagnose FOLDER --report" in page.stderr

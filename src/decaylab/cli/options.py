@@ -263,7 +263,8 @@ def found_run(name: str, runs: Path) -> RunFolder:
     path = Path(name)
     if (path / "spec.toml").exists():
         return RunFolder(path.resolve())  # the folder's name is the id, and `.` has none
-    if has_rows(path):
+    watched = path if path.exists() else runs / name
+    if has_rows(watched) and not (watched / "spec.toml").exists():
         raise DecaylabError(
             f"{name} holds records of `watch`, not a run of `decaylab train` with its network:"
             " `decaylab diagnose` and `decaylab advise` read them"
