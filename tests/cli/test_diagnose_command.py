@@ -3,6 +3,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from diagnosis.recorded import ScriptedLayer, records
 from refusals import refused
 from typer.testing import CliRunner
 
@@ -187,13 +188,25 @@ def test_folders_of_watch_where_a_run_is_needed(tmp_path):
     (tmp_path / "mine" / "rows.jsonl").touch()
     for words in (["probe"], ["runs", "show"]):
         assert "mine holds records of `watch`" in str(refused(*words, tmp_path / "mine"))
+        assert "mine holds records of `watch`" in str(refused(*words, "mine", "--runs", tmp_path))
     assert isinstance(refused("diagnose", tmp_path / "mine", "--all-seeds"), Misplaced)
     page = run("report", "--runs", tmp_path)
     assert "decaylab diagnose FOLDER --report" in page.stderr
+    assert "decaylab diagnose FOLDER" in run("runs", "list", "--runs", tmp_path).stdout
     (tmp_path / "mine" / "spec.toml").write_text("damaged")  # a run, though it cannot be read
     page = run("report", "--runs", tmp_path)
     assert "mine/spec.toml" in page.stderr
     assert "records of `watch`" not in page.stderr
+
+
+def test_folders_of_watch_are_named_within_the_folder_of_runs(tmp_path):
+    rows = records({"a": ScriptedLayer(weight_decay=0.03, growth=0.004)}).rows
+    lines = [json.dumps({"step": r.step, "values": {r.name: r.value}}) for r in rows]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "rows.jsonl").write_text("\n".join(lines))
+    for words in (["diagnose", "mine"], ["advise", "suggest", "mine"]):
+        done = run(*words, "--runs", tmp_path)
+        assert done.exit_code == 0, done.output
 
 
 def test_advice(runs, tmp_path):

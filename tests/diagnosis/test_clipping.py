@@ -59,6 +59,24 @@ def test_torchs_clip_by_norm_is_seen_in_any_precision(dtype, clip, found):
     assert read_run(watched).clipped == found
 
 
+@pytest.mark.parametrize("which", [(), (0,), (1,), (0, 1)])
+def test_a_clip_of_one_optimizers_gradients_is_seen(which):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+    optimizers = [torch.optim.SGD(model[i].parameters(), 0.05, weight_decay=0.01) for i in (0, 3)]
+    with watch(model, optimizers, every=2) as watched:
+        for _ in range(60):
+            model.zero_grad()
+            x, y = torch.randn(16, 8), torch.randint(4, (16,))
+            nn.functional.cross_entropy(model(x), y).backward()
+            for place in which:
+                nn.utils.clip_grad_norm_(model[(0, 3)[place]].parameters(), 0.05 + place / 10)
+            for optimizer in optimizers:
+                optimizer.step()
+    layers = read_run(watched).layers
+    assert [layers[name].clipped for name in ("0", "3")] == [0 in which, 1 in which]
+
+
 @pytest.mark.parametrize(("rounding", "found"), [(0.0, 0.0), (2**-10, 0.0), (2**-7, 1.0)])
 def test_a_layers_own_rounding_says_how_near_clipped_norms_are(rounding, found):
     norms = series([1.0, 0.995, 0.99, 0.985])

@@ -442,6 +442,40 @@ def test_one_layer_of_many_is_not_lost_in_the_mean():
         assert Reason.SCHEDULE not in reasons(found.follows)
 
 
+def test_what_is_said_of_several_seeds_is_true_of_their_mean():
+    """Of the first alone the change is too little to matter but in one layer; not of both."""
+
+    def seed(growth, weak, strong):
+        layers = {str(i): ScriptedLayer(weight_decay=weak, growth=growth) for i in range(12)}
+        return records(layers | {"strong": ScriptedLayer(weight_decay=strong, growth=growth)})
+
+    runs = [seed(growth, 8e-4, 5e-3) for growth in (2.7e-3, 2e-3)]
+    baselines = [seed(growth, 0.0, 0.0) for growth in (2.7e-3, 2e-3)]
+    for order in (1, -1):
+        found = diagnose(runs[::order], baselines[::order])
+        assert {each["effective l"].verdict for each in found.seeds} == {"cannot tell"}
+        assert 1.1 < found["effective l"].effect.value < 1.25
+        assert Reason.BETWEEN in reasons(found["effective l"].reasons)
+        assert Reason.HARDLY_CHANGED not in reasons(found["effective l"].reasons)
+
+
+def test_seeds_that_disagree_on_a_layer_leave_it_open():
+    def angles(weight_decay, further):
+        layer = ScriptedLayer(weight_decay=weight_decay, invariant=False)
+        hardly = [Row(1, 0, 0.0, f"size_response/{name}", 1e-4) for name in further]
+        turned = [
+            Row(step, 0, 0.0, f"rotation/{name}", 0.01 * factor)
+            for step in range(50, 1001, 50)
+            for name, factor in further.items()
+        ]
+        return Rows((*records(dict.fromkeys(further, layer)).rows, *hardly, *turned))
+
+    runs = [angles(5e-3, {"a": a, "b": 1.5, "c": 1.5}) for a in (1.5, 1.0)]
+    baselines = [angles(0.0, dict.fromkeys("abc", 1.0)) for _ in runs]
+    verdicts = {row.layer: row.verdict for row in diagnose(runs, baselines)["effective l"].layers}
+    assert verdicts == {"a": "cannot tell", "b": "acts", "c": "acts"}
+
+
 def test_an_opposite_change_is_not_called_none():
     run = records({"a": ScriptedLayer(invariant=False, weight_decay=0.05)}, {"jacobian_norm": 30.0})
     baseline = records({"a": ScriptedLayer(invariant=False)}, {"jacobian_norm": 10.0})

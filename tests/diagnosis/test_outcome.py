@@ -173,6 +173,19 @@ def test_held_out_data_decides_whatever_its_measure_is_called():
     assert judged([mine], [its]).name == "valid_rmse"
 
 
+@pytest.mark.parametrize(
+    ("plain", "others"),
+    [
+        ("val_loss", ["ema_val_loss", "val_aux_loss", "val_ece", "val_kl"]),
+        ("val_acc", ["val_acc_ema", "ema_val_acc", "val_loss"]),
+        ("eval_loss", ["eval_first_set_loss", "eval_ppl"]),
+    ],
+)
+def test_of_several_held_out_outcomes_the_plainest_decides(plain, others):
+    mine, its = (run(decay, **dict.fromkeys([*others, plain], 1.0)) for decay in (0.02, 0))
+    assert judged([mine], [its]).name == plain
+
+
 def test_any_measure_in_training_is_the_mean_of_the_last_tenth():
     values = [5.0] * 18 + [2.0, 4.0]
     assert end_values(read_run(run(0.02, g_loss=values)))["g_loss"] == 3.0

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import decaylab
 from decaylab import diagnose, watch
 from decaylab.diagnosis import EquivalentSchedule, Reason, equivalent_schedule
+from decaylab.diagnosis.words.reasons import sentence
 from decaylab.errors import BadValue, Damaged, DecaylabError, Lacks, UnknownName
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import sgd
@@ -149,6 +150,19 @@ def test_a_momentum_of_gradients_counts_what_it_remembers(nesterov):
             optimizer = torch.optim.Muon(decayed["params"], 0.05, **settings)
         schedule = equivalent_schedule(run(model, optimizer))
         assert schedule.lr == pytest.approx(written_out(0.05, 0.025, 0.9, nesterov), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
+def test_at_least_is_only_said_of_what_a_schedule_ends_above(kind):
+    """Adam's second moment remembers smaller norms; Muon, which has none, needs no more."""
+    model = net()
+    decayed, _ = decayed_layers_only(model, weight_decay=0.5, decay="decoupled")
+    watched = run(model, kind(decayed["params"], 0.05, weight_decay=0.5))
+    (said,) = (x for x in diagnose(watched).follows if x.reason is Reason.SCHEDULE)
+    schedule = equivalent_schedule(watched)
+    ends_above = schedule.lr[-1] / schedule.others[-1] > 1.1 * said["factor"]
+    assert said["remembers"] is ends_above is (kind is torch.optim.AdamW)
+    assert ("to at least" in sentence(said)) is ends_above
 
 
 class Follow:

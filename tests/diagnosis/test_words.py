@@ -72,7 +72,7 @@ DATA = {
     "others": 2,
     "pair": (0.9, 0.8),
     "parameters": ["a.weight", "b.weight"],
-    "power": 2,
+    "remembers": False,
     "remedies": [Because(Reason.LOWER_DAMPING, {"grown": True})],
     "response": 0.98,
     "responses": {"a": 0.2, "b": 0.31, "c": 0.27},

@@ -61,8 +61,8 @@ class SeveralAgainst(TyperCommand):
 
 
 def found_records(name: str, runs: Path) -> RunFolder | Path:
-    """A run, or a folder that `watch` wrote."""
-    path = Path(name)
+    """A run, or a folder that `watch` wrote, which may be named within `runs`."""
+    path = Path(name) if Path(name).exists() else runs / name
     watched = path.exists() and not (path / "spec.toml").exists()
     return path if watched else options.found_run(name, runs)
 

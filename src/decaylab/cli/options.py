@@ -91,6 +91,7 @@ MaxMinutes = Annotated[
 Json = Annotated[bool, option("--json", "Print the result as JSON.")]
 
 RUNS = Path("runs")
+WATCHED = "there are records of `watch`: `decaylab diagnose FOLDER --report FILE.html` shows them"
 NO_RUNS = "make runs with `decaylab demo`, or give their folder with --runs"
 
 
@@ -262,7 +263,8 @@ def found_run(name: str, runs: Path) -> RunFolder:
     path = Path(name)
     if (path / "spec.toml").exists():
         return RunFolder(path.resolve())  # the folder's name is the id, and `.` has none
-    if has_rows(path):
+    watched = path if path.exists() else runs / name
+    if has_rows(watched) and not (watched / "spec.toml").exists():
         raise DecaylabError(
             f"{name} holds records of `watch`, not a run of `decaylab train` with its network:"
             " `decaylab diagnose` and `decaylab advise` read them"
@@ -270,6 +272,13 @@ def found_run(name: str, runs: Path) -> RunFolder:
     if not path.exists() and (len(path.parts) > 1 or not runs.exists()):
         raise NoFolder(path, "give a run's folder, or its id and the folder of the runs (--runs)")
     return RunStore(runs).find(name)
+
+
+def instead_of_runs(runs: Path) -> str:
+    """What to do with a folder that has no runs."""
+    rows = runs.glob("*/rows.json*")
+    watched = any(not path.with_name("spec.toml").exists() for path in rows)
+    return WATCHED if watched else NO_RUNS
 
 
 def check_folder(runs: Path) -> None:

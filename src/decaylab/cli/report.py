@@ -15,7 +15,6 @@ from decaylab.report.write import Written, write_report
 Out = Annotated[
     Path | None, option("--out", "Folder of the report; by default RUNS/report.", metavar="DIR")
 ]
-WATCHED = "there are records of `watch`: `decaylab diagnose FOLDER --report FILE.html` shows them"
 
 
 def report_command(
@@ -48,11 +47,8 @@ def report_command(
 
 def _check_runs(runs: Path) -> None:
     """Refuse a folder without a run: the report would have nothing to show."""
-    if RunStore(runs).runs():
-        return
-    rows = runs.glob("*/rows.json*")
-    watched = any(not path.with_name("spec.toml").exists() for path in rows)
-    raise Lacks(runs, "runs", WATCHED if watched else options.NO_RUNS)
+    if not RunStore(runs).runs():
+        raise Lacks(runs, "runs", options.instead_of_runs(runs))
 
 
 def _plain(written: Written) -> dict[str, object]:

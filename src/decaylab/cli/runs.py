@@ -68,7 +68,7 @@ def list_runs(runs: options.Runs = options.RUNS, json_output: options.Json = Fal
     for message in (*unreadable.values(), *damaged_lines):
         warn(f"left out: {printable(message)}")
     if not known:
-        say(f"no runs in {runs}")
+        say(f"no runs in {runs}: {options.instead_of_runs(runs)}")
         return
     show(TextTable(COLUMNS, map(_line, known)))
 

@@ -68,7 +68,9 @@ def _schedule(layers: list[RecordedLayer], said: list[str]) -> Iterator[Because]
     if factor <= RULES.raised_at_most:
         names = [name for layer in layers for name in layer.members or (layer.name,)]
         some = [] if names == said else names
-        yield because(Reason.SCHEDULE, some=some, exposure=exposure, power=power, factor=factor)
+        how = {"exposure": exposure, "factor": factor}
+        remembers = first.law.adam_betas is not None
+        yield because(Reason.SCHEDULE, some=some, remembers=remembers, **how)
 
 
 def _of_function(run: Run, jacobian: Finding) -> Iterator[Because]:

@@ -11,13 +11,15 @@ from decaylab.records.settings import LayerSettings
 def clipped(series: Mapping[str, Series], layer: str, rounding: float = 0.0) -> float:
     """At which part of the records a layer's gradients are clipped; 0 where that changes little.
 
-    The norm of all gradients, or the size of their largest entries, is then the same: of 16 bits,
-    as far as the norm that torch divides by, and its quotient, are (`rounding`). Of a clip by
-    value, what counts is the part of the layer's gradient that it cuts off.
+    The norm of all gradients, or of those of the layer's optimizer where there are several, or the
+    size of their largest entries, is then the same: of 16 bits, as far as the norm that torch
+    divides by, and its quotient, are (`rounding`). Of a clip by value, what counts is the part of
+    the layer's gradient that it cuts off.
     """
-    norms, largest = series.get("gradient_norm", ()), series.get("gradient_max", ())
-    same = max(RULES.same_gradient, 2 * rounding)
-    share = len(_at_bound(norms, same)) / max(len(norms), 1)
+    largest, same = series.get("gradient_max", ()), max(RULES.same_gradient, 2 * rounding)
+    names = ("gradient_norm", f"optimizer_gradient_norm/{layer}")
+    norms = [series[name] for name in names if name in series]
+    share = max((len(_at_bound(each, same)) / len(each) for each in norms if each), default=0.0)
     if sum(cut_entries(series, layer).values()) > RULES.seldom * len(largest):
         share = max(share, len(_at_bound(largest, RULES.same_gradient)) / len(largest))
     return share if share > RULES.seldom else 0.0

@@ -72,9 +72,12 @@ class Finding:
     @property
     def opposite(self) -> bool:
         """Whether the change is as large as that of a mechanism that acts, but the other way."""
-        jacobian = self.mechanism is Mechanism.JACOBIAN
-        acts = RULES.jacobian_acts if jacobian else RULES.acts
-        return self.effect is not None and self.effect.value < 1 / acts
+        return self.effect is not None and self.effect.value < 1 / thresholds(self.mechanism)[0]
+
+    @property
+    def effect_alone(self) -> Verdict:
+        """The verdict on the whole model's effect, whatever else the finding rests on."""
+        return judged(self.effect, *thresholds(self.mechanism))
 
 
 def findings(compared: Comparison) -> tuple[Finding, Finding, Finding]:
@@ -336,10 +339,7 @@ def _jacobian(compared: Comparison) -> Finding:
         reason = because(Reason.OTHER_INPUTS, change=Change(quantity, effect), pair=apart)
         how = {"effect": effect, "quantity": quantity, "layers": rows}
         return _cannot_tell(mechanism, reason, Reason.RECORD_SAME_INPUTS, **how)
-    thresholds = (RULES.jacobian_acts, RULES.jacobian_nothing)
-    finding = _judged_factor(
-        mechanism, quantity, effect, rows, run, thresholds=thresholds, joint=True
-    )
+    finding = _judged_factor(mechanism, quantity, effect, rows, run, joint=True)
     ways = list(dict.fromkeys(way for layer in run.turned_layers for way in _ways(layer)))
     if finding.verdict is ACTS and ways:
         through = because(Reason.THROUGH_OTHERS, mechanisms=ways)
@@ -450,6 +450,13 @@ def last_share(layers: Iterable[RecordedLayer]) -> float | None:
 # ---------------------------------------------------------------- a measured factor
 
 
+def thresholds(mechanism: Mechanism) -> tuple[float, float]:
+    """From which factor on a mechanism acts, and up to which it does not."""
+    if mechanism is Mechanism.JACOBIAN:
+        return RULES.jacobian_acts, RULES.jacobian_nothing
+    return RULES.acts, RULES.nothing
+
+
 def judged(
     effect: Effect | None, acts: float = RULES.acts, nothing: float = RULES.nothing
 ) -> Verdict:
@@ -468,7 +475,6 @@ def _judged_factor(
     rows: tuple[LayerRow, ...],
     run: Run,
     smaller: float | None = None,
-    thresholds: tuple[float, float] = (RULES.acts, RULES.nothing),
     *,
     joint: bool = False,
 ) -> Finding:
@@ -481,9 +487,10 @@ def _judged_factor(
         why = distinct(row.why for row in rows if row.verdict and row.why)
         remedy = Reason.SAME_STEPS if has(why, Reason.NO_COMMON_STEP) else Reason.GIVE_BASELINE
         layers = [[row.layer for row in rows if row.verdict and row.why == each] for each in why]
-        nothing = because(Reason.NOTHING_TO_COMPARE, why=list(zip(why, layers, strict=True)))
-        return _cannot_tell(mechanism, nothing, remedy, layers=rows, quantity=quantity)
-    change, verdict = Change(quantity, effect), judged(effect, *thresholds)
+        reason = because(Reason.NOTHING_TO_COMPARE, why=list(zip(why, layers, strict=True)))
+        return _cannot_tell(mechanism, reason, remedy, layers=rows, quantity=quantity)
+    limits = acts, nothing = thresholds(mechanism)
+    change, verdict = Change(quantity, effect), judged(effect, *limits)
     finding = Finding(mechanism, verdict, (), effect, rows, quantity=quantity)
     judged_on = [run.layers[row.layer] for row in rows if row.effect] or [*run.layers.values()]
     taken = _exposures_at(judged_on, effect.steps[1])
@@ -494,7 +501,7 @@ def _judged_factor(
     acting_layers = [row.layer for row in rows if row.effect and row.effect.value >= RULES.acts]
     against_baseline = effect.source is ComparedWith.BASELINE
     remedies = [because(Reason.MORE_SEEDS)]
-    reasons = _said_of_change(change, verdict, thresholds[0], more)
+    reasons = _said_of_change(change, verdict, acts, more)
     if effect.least:
         reasons.append(because(Reason.LOWER_ESTIMATE))
     if smaller is not None and effect.value >= RULES.acts * max(smaller, 1.0):
@@ -503,12 +510,12 @@ def _judged_factor(
     if verdict is DOES_NOT_ACT and acting_layers and not joint:
         verdict = CANNOT_TELL  # one layer of many is not lost in the mean
         reasons.append(because(Reason.SOME_LAYERS_MORE, layers=acting_layers))
-    elif joint and _scatters(effect, verdict, thresholds):
+    elif joint and _scatters(effect, verdict, limits):
         verdict = CANNOT_TELL
         reasons = [because(Reason.SCATTERS, change=change)]
         remedies.append(because(Reason.RECORD_DENSELY))
     elif verdict is CANNOT_TELL:
-        reasons.append(because(Reason.BETWEEN, nothing=thresholds[1], acts=thresholds[0]))
+        reasons.append(because(Reason.BETWEEN, nothing=nothing, acts=acts))
         reasons += more
         further = Reason.ATTRIBUTE if against_baseline else Reason.GIVE_BASELINE
         remedies.append(because(further))
@@ -517,9 +524,9 @@ def _judged_factor(
     return replace(finding, verdict=verdict, reasons=tuple(reasons), remedies=tuple(remedies))
 
 
-def _scatters(effect: Effect, verdict: Verdict, thresholds: tuple[float, float]) -> bool:
+def _scatters(effect: Effect, verdict: Verdict, limits: tuple[float, float]) -> bool:
     """Whether the records scatter so widely that another verdict is as likely."""
-    acts, nothing = thresholds
+    acts, nothing = limits
     off = math.exp(RULES.standard_errors * effect.error)
     if verdict is DOES_NOT_ACT:
         return effect.value * off >= acts

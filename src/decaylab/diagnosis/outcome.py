@@ -12,7 +12,8 @@ from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import Run
 
 # By their names, as words between underscores: on data that was not trained on, the first kind that
-# all runs have decides; which way is better of an outcome that says neither is not known.
+# all runs have decides, of its accuracies or else losses the plainest name; which way is better of
+# an outcome that says neither is not known.
 HELD_OUT = ("test", "val", "eval", "valid", "validation", "dev", "heldout", "holdout")
 SMALLER_IS_BETTER = re.compile(
     r"loss|error|perplexity|entropy|regret|distance|brier|[mr]?ms[ed]|mae"
@@ -161,6 +162,8 @@ def _larger_is_better(name: str) -> bool | None:
     return True if LARGER_IS_BETTER.search(_words(name)) else None
 
 
-def _preference(name: str) -> tuple[bool, bool, int, str]:
-    place = _held_out(name)
-    return place is None, not _larger_is_better(name), place or 0, name
+def _preference(name: str) -> tuple[bool, bool, int, bool, int, str]:
+    """What sorts the outcome to judge by first: `val_loss`, say, before `ema_val_loss`."""
+    place, words = _held_out(name), _words(name).split("_")
+    kind = place is None, not _larger_is_better(name), place or 0
+    return *kind, "loss" not in words, len(words), name

@@ -40,7 +40,7 @@ class Reason(Enum):
     NOTHING_RECORDED = "nothing was recorded: train inside `with watch(model, optimizer):`"
     BEGINS_LATE = (
         "its records begin at step {step}, so what decay did before that is not judged (with"
-        " watch(folder=...), a run that is resumed keeps its records)"
+        " folder=..., a run that is resumed keeps its records)"
     )
     STEPPED_BEFORE = (
         "its optimizer had taken steps before it was watched: steps are counted from there, and"
@@ -260,8 +260,8 @@ class Reason(Enum):
     RECORD_IN_BOTH = "record the Jacobian norm{places:record}"
     RECORD_DENSELY = "record it more often, or on a larger batch (every= and inputs= of watch)"
     RECORD_ANOTHER = (
-        "record another of jacobian_norm, gn_norm and kfac_gn_norm in all runs, with watch(...,"
-        " probes=[...], inputs=batch)"
+        "record another of jacobian_norm, gn_norm and kfac_gn_norm in all runs, with"
+        " probes=[...] and inputs=batch"
     )
     RECORD_SAME_WAY = "{places:record the same}"
     RECORD_SAME_INPUTS = "give watch the same inputs= in both runs"
@@ -310,7 +310,8 @@ class Reason(Enum):
     NO_EFFECT_YET = "So far, decay of these layers has no effect."
     SCHEDULE = (
         "To move {some:these layers} as far without decay, raise their learning rate over the run,"
-        " to {power:at least}{factor:times} at the end: `{places:schedule}` writes the schedule."
+        " to {remembers:at least}{factor:times} at the end: `{places:schedule}` writes the"
+        " schedule."
     )
     REACTS_LESS = (
         "Decay of the layers whose size counts ({counting:counting}) changes the function: the"

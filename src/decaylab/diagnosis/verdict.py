@@ -260,13 +260,18 @@ def _seed(run: Run) -> int | None:
 
 def _over_seeds(seeds: Sequence[Finding]) -> Finding:
     """One finding of several seeds': theirs if they agree, else "cannot tell" with the count."""
-    first, verdicts = seeds[0], [finding.verdict for finding in seeds]
+    verdicts = [finding.verdict for finding in seeds]
     effect = pooled((finding.effect for finding in seeds), Spread.SEEDS)
+    together = replace(seeds[0], effect=effect).effect_alone
+    # what is said of a change is said of one this large
+    first = next((finding for finding in seeds if finding.effect_alone is together), seeds[0])
     rows = []
     for place, row in enumerate(first.layers):
         same = [f.layers[place] for f in seeds if len(f.layers) > place]
-        effects = (other.effect for other in same if other.layer == row.layer)
-        rows.append(replace(row, effect=pooled(effects, Spread.SEEDS)))
+        same = [other for other in same if other.layer == row.layer]
+        verdict = row.verdict if len({x.verdict for x in same}) == 1 else Verdict.CANNOT_TELL
+        over_seeds = pooled((other.effect for other in same), Spread.SEEDS)
+        rows.append(replace(row, verdict=verdict, effect=over_seeds))
     pooled_finding = replace(first, effect=effect, layers=tuple(rows))
     if len(set(verdicts)) == 1:
         reasons = tuple(

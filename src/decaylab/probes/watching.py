@@ -18,10 +18,10 @@ from decaylab.networks.sharded import is_sharded, local, team_of
 from decaylab.probes.applied import input_sizes
 from decaylab.probes.exposure import ModelExposure, last_counted
 from decaylab.probes.gradients import Scaled, gradient_sizes, radial_gradients
-from decaylab.probes.layers import Layers, layers_of
+from decaylab.probes.layers import Layers, groups_of, layers_of
 from decaylab.probes.moments import has_stepped
 from decaylab.probes.movement import Snapshot, snapshot, with_vectors
-from decaylab.probes.reading import NonFiniteWarning, Reading
+from decaylab.probes.reading import NonFiniteWarning, Reading, row_name
 from decaylab.probes.registry import ImageBatches, Moment, Probe
 from decaylab.probes.rounds import Rounds
 from decaylab.probes.settings import layer_settings
@@ -392,6 +392,7 @@ class _RecordedStep:
         self._layers = layers
         self.before = snapshot(with_vectors(layers))
         self.gradients: dict[str, float] = {}
+        self._of_optimizers: dict[str, float] = {}  # by layer, |g| of all that its optimizer steps
         self._scaled: Scaled | None = None  # before a step that takes its gradients in a closure
 
     def begins(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
@@ -419,7 +420,13 @@ class _RecordedStep:
     def _measure_gradients(self, optimizer: torch.optim.Optimizer, weights: Scaled) -> None:
         sizes = gradient_sizes(optimizer, self._layers)
         known = self.gradients
+        if "gradient_norm" in sizes:
+            rows = [
+                row_name("optimizer_gradient_norm", x) for x in groups_of(self._layers, optimizer)
+            ]
+            self._of_optimizers |= dict.fromkeys(rows, sizes["gradient_norm"])
         if "gradient_norm" in known and "gradient_norm" in sizes:  # of another optimizer
+            sizes |= self._of_optimizers  # each may be clipped by itself
             sizes["gradient_norm"] = math.hypot(sizes["gradient_norm"], known["gradient_norm"])
             sizes["gradient_max"] = max(sizes["gradient_max"], known["gradient_max"])
         self.gradients = known | radial_gradients(self._layers, weights) | sizes

@@ -62,7 +62,7 @@ def _value(setting: Any) -> str:
 
 
 def _watched_in(*addresses: commands.Address) -> str:
-    return "recorded by " + " and ".join(f'watch(..., folder="{x.folder}")' for x in addresses)
+    return "recorded with " + " and ".join(f'folder="{x.folder}"' for x in addresses)
 
 
 def _give_baseline(places: Places) -> str:
@@ -99,7 +99,7 @@ def _more_seeds(places: Places) -> str:
 
 def _record(places: Places) -> str:
     if not places.all_ours:
-        return ' in all runs, with watch(..., probes="diagnosis", inputs=batch)'
+        return ' in all runs, with probes="diagnosis" and inputs=batch'
     runs = [run for run in (*places.runs, *places.baselines) if run.status != "diverged"]
     if any(run.status == "finished" and not run.kept for run in runs):
         trained = _typed(commands.train_again(run, runs=run.again.runs) for run in runs)
@@ -167,7 +167,7 @@ KINDS: dict[str, Callable[[Any], str]] = {
     ),
     "clip": lambda x: f", under a KL clip that cuts them to {times(x)} on average" if x else "",
     # Adam's law is SGD's as long as it remembers the norms of the start (`laws.memory`)
-    "at least": lambda power: "at least " if power == 1 else "about ",
+    "at least": lambda remembers: "at least " if remembers else "about ",
     "or scale-free": lambda x: ', or use damping_scaling="scale-free"' if x else "",
     "turned by decay": lambda by_lr: (
         "" if by_lr else " It sets how far each step turns their weights."
