@@ -15,12 +15,10 @@ from rich.console import Console
 from torch import nn
 
 from decaylab import decay_table, diagnose
-from decaylab.diagnosis import Reason, layout
-from decaylab.diagnosis.reasons import Because
+from decaylab.diagnosis import layout
 from decaylab.diagnosis.words.findings import finding_text, verdict_title
 from decaylab.diagnosis.words.headline import headline
 from decaylab.diagnosis.words.motions import motion_legend, motion_table, motion_title
-from decaylab.diagnosis.words.reasons import sentence
 from decaylab.errors import BadValue
 from decaylab.notebook import html_table
 from decaylab.records import Row, Rows
@@ -38,14 +36,6 @@ def result():
         records({"conv": sgd(weight_decay=STRONG), "head": sgd(invariant=False)}),
         records({"conv": sgd(), "head": sgd(invariant=False)}),
     )
-
-
-def test_what_is_known_of_several_runs_is_said_once(result):
-    aux = Because(Reason.UNSTEPPED_PARAMETERS, {"parameters": ["aux.weight"]})
-    swapped = Because(Reason.SWAPPED)
-    first = (("a", aux), ("b", swapped), ("c", aux), ("", swapped))
-    told = [f"a, c: {sentence(aux)}", f"b: {sentence(swapped)}"]
-    assert layout.warnings(replace(result, first=first)) == told
 
 
 @pytest.mark.parametrize("columns", [40, 80])
