@@ -142,16 +142,18 @@ def test_settings_follow_from_what_was_seen():
     assert law_of(optimizer, group).name == "sgd"
 
 
+class HeavyBall(Formula):
+    name = "momentum"
+    own = {"momentum": 0.5}
+
+    def move(self, group, state, p, grad):
+        m = state.setdefault("m", torch.zeros_like(p))
+        m.mul_(group[self.name]).add_(grad + group["weight_decay"] * p)
+        return -group["lr"] * m
+
+
 def test_l2_inside_a_momentum_decays_at_the_rate_of_the_long_run():
-    class Plain(Formula):
-        own = {"momentum": 0.5}
-
-        def move(self, group, state, p, grad):
-            m = state.setdefault("m", torch.zeros_like(p))
-            m.mul_(group["momentum"]).add_(grad + group["weight_decay"] * p)
-            return -group["lr"] * m
-
-    optimizer = Plain([torch.nn.Parameter(torch.randn(4, 3))], lr=0.5, weight_decay=0.25)
+    optimizer = HeavyBall([torch.nn.Parameter(torch.randn(4, 3))], lr=0.5, weight_decay=0.25)
     assert exposure_rate(optimizer, optimizer.param_groups[0]) == pytest.approx(0.25)
     assert behaviour(optimizer, optimizer.param_groups[0]).as_sgd
 
@@ -163,15 +165,11 @@ def test_a_momentum_that_is_a_mean_does_not_add_up_the_decay():
     assert layer_settings([optimizer], layers_of(model))["0"].law == "unknown"
 
 
-class Momentum(Formula):
+class Momentum(HeavyBall):
     """Its momentum has another name than torch's."""
 
+    name = "mu"
     own = {"mu": 0.9}
-
-    def move(self, group, state, p, grad):
-        m = state.setdefault("m", torch.zeros_like(p))
-        m.mul_(group["mu"]).add_(grad + group["weight_decay"] * p)
-        return -group["lr"] * m
 
 
 class Adam(Formula):
